@@ -1,0 +1,1 @@
+"""The core of Sixhooks: hook specs, types, plugin registry, configuration, step loop, invariants."""

@@ -1,0 +1,69 @@
+"""The full audit: what must be true between any two operations. Used by tests, by ``audit`` mode, and when idle."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engine.core.errors import InvariantViolation
+from engine.core.request import State
+
+if TYPE_CHECKING:
+    from engine.core.loop import EngineCore
+
+
+def check(core: EngineCore) -> None:
+    """Raise ``InvariantViolation`` where requests, queue, pages and cache disagree. Does not mutate."""
+    _requests(core)
+    _tables(core)
+    core.pool.check()
+    core.kv.check(core.running)
+    _numbers(core)
+
+
+def _fail(what: str) -> None:
+    raise InvariantViolation(what)
+
+
+def _requests(core: EngineCore) -> None:
+    homes = [*core.running, *core.waiting, *core.parked.values()]
+    if len({id(request) for request in homes}) != len(homes):
+        _fail("a request is in two places at once")
+    if {request.id for request in homes} != set(core.requests):
+        _fail(f"requests lost or forgotten: {sorted({request.id for request in homes} ^ set(core.requests))[:8]}")
+    for group, state in (
+        (core.running, State.RUNNING),
+        (core.waiting, State.WAITING),
+        (core.parked.values(), State.PARKED),
+    ):
+        for request in group:
+            if request.state is not state:
+                _fail(f"{request!r} stands among the {state}")
+    if len(core.running) > core.limits.max_running:
+        _fail(f"{len(core.running)} requests run, at most {core.limits.max_running} may")
+
+
+def _tables(core: EngineCore) -> None:
+    size = core.limits.page_size
+    for request in core.running:
+        reach = request.computed + request.in_flight
+        if reach > len(request.pages) * size:
+            _fail(f"{request!r} has tokens without a page")
+        if reach > request.num_tokens or request.in_flight < 0:
+            _fail(f"{request!r} computed more than it knows")
+        if len(set(request.pages)) != len(request.pages):
+            _fail(f"{request!r} has a page twice")
+    for request in core.waiting:
+        if request.pages or request.computed or request.in_flight:
+            _fail(f"{request!r} waits and holds pages")
+
+
+def _numbers(core: EngineCore) -> None:
+    numbers = core.kv.numbers()
+    fenced = core.pool.num_fenced
+    if (
+        numbers.free + numbers.evictable + numbers.pinned + fenced != numbers.total
+        or numbers.total != core.pool.num_pages
+    ):
+        _fail(f"page counts do not add up: {numbers}, {fenced} fenced")
+    if not core.running and numbers.pinned:
+        _fail(f"{numbers.pinned} pages are pinned although nothing runs")

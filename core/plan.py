@@ -1,0 +1,185 @@
+"""What the loop exchanges in one step: a sealed ``Plan``, its ``Outcome``, and the small answers of the hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal, NamedTuple
+
+from engine.core.request import Finish, Request
+
+
+class Why(StrEnum):
+    """Why a request got nothing in a step. A closed vocabulary: every waiting request has exactly one of these."""
+
+    TOKEN_BUDGET = "token_budget"  # the step's token budget is used up
+    RUN_SLOTS = "run_slots"  # as many requests run as may
+    PAGES = "pages"  # not enough free and evictable KV pages
+    RESERVE = "reserve"  # pages exist, but are reserved for the future decode of those that run
+    PREFILL_BUDGET = "prefill_budget"  # the scheduler's own limit on prefill work in one step
+    CHUNK = "chunk"  # another request's prompt is being computed in chunks
+    PREEMPTION = "preemption"  # somebody was preempted in this step: nobody is admitted
+    PREFIX = "prefix"  # waits for a sibling to fill the prefix cache for it
+    BEHIND = "behind"  # not reached: the queue stopped at one before it
+    NOT_ASKED = "not_asked"  # the scheduler did not look at the queue in this step
+    ORDER = "order"  # left out by the order hook
+    POLICY = "policy"  # a policy objected (its words are beside it)
+    PARKED = "parked"  # not ready: grammar, adapter or remote KV
+    NOTHING_OWED = "nothing_owed"  # all its known tokens are computed or planned
+
+
+class Wait(NamedTuple):
+    """An ``admit`` answer: not now. ``reason`` is shown to whoever asks why the request waits."""
+
+    reason: str
+
+
+class Reject(NamedTuple):
+    """An ``admit`` answer: never. The request ends with an error that carries ``reason``."""
+
+    reason: str
+
+
+class Room(NamedTuple):
+    """What a scheduler's check sees when a request is about to start (all page counts in pages).
+
+    ``available`` counts pages that are free or could be evicted *before* the matched prefix is pinned; pinning takes
+    ``idle`` of them away, since the prefix's pages can no longer be evicted. A ledger must hold on both sides.
+    """
+
+    hit: int  # tokens that the prefix cache gives
+    owed: int  # tokens left to compute after the hit
+    available: int
+    idle: int
+    page_size: int
+
+    @property
+    def pinned_available(self) -> int:
+        """Pages left once the prefix is pinned."""
+        return self.available - self.idle
+
+
+class KVNumbers(NamedTuple):
+    """Page counts of the pool at this moment. ``free + evictable + pinned = total``."""
+
+    total: int
+    free: int
+    evictable: int
+    pinned: int
+    page_size: int
+
+    @property
+    def available(self) -> int:
+        """Pages that a grant could take: free ones and idle cached ones."""
+        return self.free + self.evictable
+
+
+class Candidate(NamedTuple):
+    """Something that ``evict`` may give up: a cached page or tree node, or (kind ``running``) a request.
+
+    ``key`` is what to return; ``pages`` how many pages it would yield; ``last_used`` grows with use.
+    """
+
+    key: object
+    pages: int
+    last_used: int
+    request: Request | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionPool:
+    """What ``evict`` chooses from.
+
+    ``kind`` is ``cache`` (idle cached pages; answer keys to drop) or ``running`` (answer whom to preempt, best victim
+    first). ``candidates()`` lists the choices in the default's order; it costs time in proportion to their number.
+    """
+
+    kind: Literal["cache", "running"]
+    candidates: Callable[[], Sequence[Candidate]]
+    needy: Request | None = None  # kind running: on whose behalf
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step's work, sealed. Parallel tuples: row i is ``requests[i]`` computing ``counts[i]`` tokens from position
+    ``starts[i]``; where ``samples[i]`` is true the row reaches the end of the known tokens and yields a new one.
+
+    Every token of a plan is backed by a page: ``starts[i] + counts[i] <= len(tables[i]) * page_size``. Executors read
+    the tables from here and not from the request, which may have been aborted since.
+    """
+
+    index: int
+    requests: tuple[Request, ...]
+    epochs: tuple[int, ...]
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
+    samples: tuple[bool, ...]
+    tables: tuple[list[int], ...]  # page tables as of now: a request that gives up its pages gets a new list
+    admitted: tuple[Request, ...] = ()  # started in this step, in order (first time or resumed)
+    preempted: tuple[Request, ...] = ()  # gave up their pages in this step, in order
+    evicted_pages: int = 0
+    waits: Mapping[str, tuple[Why, str]] = field(default_factory=dict)  # request id -> reason, words
+    otherwise: Why = Why.NOT_ASKED  # the reason of waiting requests that ``waits`` does not name
+    mode: str = "mixed"  # the scheduler's word for the batch: extend, decode, mixed, idle
+    common_prefix_pages: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens computed by the step."""
+        return sum(self.counts)
+
+    def __bool__(self) -> bool:
+        return bool(self.requests)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of a plan. The executor fills ``tokens`` and ``errors``; the core fills the rest before ``commit``.
+
+    ``tokens[i]`` are the tokens that row i produced (empty where the row does not sample). ``errors`` names rows that
+    failed alone: their requests end, the others' results stand.
+    """
+
+    plan: Plan
+    tokens: Sequence[Sequence[int]]
+    errors: Mapping[int, str] = field(default_factory=dict)
+    finished: tuple[Request, ...] = ()  # ended by this step, in plan order
+    dropped: tuple[int, ...] = ()  # rows whose request was preempted or ended meanwhile: late, ignored
+
+
+TransferKind = Literal["probe", "pull", "push", "cancel"]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A wish to move KV. ``pages`` stay fenced (neither reused nor evicted) until an event ends the transfer."""
+
+    id: str
+    kind: TransferKind
+    request_id: str
+    pages: tuple[int, ...] = ()
+    keys: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TransferEvent:
+    """What became of a transfer: ``found`` (tokens available elsewhere), ``done``, or ``failed`` with a reason."""
+
+    transfer_id: str
+    kind: Literal["found", "done", "failed"]
+    tokens: int = 0
+    failed_pages: tuple[int, ...] = ()
+    reason: str = ""
+
+
+class Delta(NamedTuple):
+    """New output of one request after a step: what a frontend streams."""
+
+    request_id: str
+    tokens: tuple[int, ...]
+    finish: Finish | None = None
+    detail: str | None = None
+    cached_tokens: int = 0
+    num_prompt: int = 0
+    num_output: int = 0

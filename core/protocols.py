@@ -1,0 +1,325 @@
+"""The roles that plugins play, as base classes: plain methods for what the core drives, hooks for what it asks.
+
+A plugin is a class with a ``name``, an ``Options`` model, what it ``provides`` and ``requires``. The registry builds it
+with its validated options; the core then calls ``start`` once, in the order executor, KV cache, scheduler, policies.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict
+
+from engine.core.hookspecs import hookimpl
+from engine.core.pages import PagePool
+from engine.core.plan import Candidate, EvictionPool, KVNumbers, Outcome, Plan
+from engine.core.request import Request
+
+if TYPE_CHECKING:
+    from engine.core.step import Step
+
+PublishWhen = Literal["planned", "committed", "prefilled"]
+
+
+class PluginOptions(BaseModel):
+    """Base of every plugin's options: typed, documented fields; unknown keys are errors, values do not change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What the executor says of the model it serves. ``fingerprint`` digests all that shapes KV bytes."""
+
+    name: str
+    vocab_size: int
+    max_model_len: int
+    eos_ids: frozenset[int] = frozenset()
+    fingerprint: str = ""
+    kv_bytes_per_token: int = 0
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Limits that every request and every step obeys, whatever the plugins.
+
+    Args:
+        max_model_len: most tokens (prompt and output) of one request.
+        max_batch_tokens: most tokens that one step computes.
+        max_running: most requests that hold pages at once.
+        page_size: tokens a page.
+        num_pages: pages in the pool.
+        vocab_size: token ids are below this.
+        max_waiting: most requests in the queue.
+    """
+
+    max_model_len: int
+    max_batch_tokens: int
+    max_running: int
+    page_size: int
+    num_pages: int
+    vocab_size: int
+    max_waiting: int = 100_000
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens whose KV fits in the whole pool."""
+        return self.num_pages * self.page_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What a plugin is given at ``start``."""
+
+    limits: Limits
+    pool: PagePool
+    model: ModelInfo
+
+
+class Plugin:
+    """Base of all plugins.
+
+    Class attributes:
+        name: how configuration selects it; unique within its role.
+        aliases: other names for it.
+        requires_api: contract versions it was written for, as ``">=1.0,<2"``.
+        provides: capabilities that it offers to others, e.g. ``prefix-cache``.
+        requires: capabilities that some other selected plugin must provide; checked before anything starts.
+        Options: a ``PluginOptions`` subclass.
+    """
+
+    name: ClassVar[str] = ""
+    aliases: ClassVar[tuple[str, ...]] = ()
+    requires_api: ClassVar[str] = ">=1.0,<2"
+    provides: ClassVar[frozenset[str]] = frozenset()
+    requires: ClassVar[frozenset[str]] = frozenset()
+    Options: ClassVar[type[PluginOptions]] = PluginOptions
+
+    def __init__(self, options: Any = None) -> None:
+        self.options: Any = options if options is not None else self.Options()
+
+    def start(self, context: Context) -> None:
+        """Called once before the first step. Raise ``ConfigError`` where limits and options contradict each other."""
+
+    def close(self) -> None:
+        """Give back everything (memory, files, threads). Called once; nothing is called after it."""
+
+
+class Policy(Plugin):
+    """A small plugin that answers one hook or two. Contained: if it raises or answers nonsense, the default answers."""
+
+
+class Connector(Plugin):
+    """Moves KV between engines and tiers: answers ``transfer_kv``."""
+
+
+class Scheduler(Plugin, ABC):
+    """Answers ``plan``, by default also ``order``, ``admit`` and ``evict`` of kind ``running``. No KV arithmetic."""
+
+    @abstractmethod
+    def plan(self, step: Step) -> Plan:
+        """The ``plan`` hook (decorate the implementation with ``hookimpl``)."""
+
+    def on_preempt(self, request: Request) -> None:
+        """The request gave up its pages and is about to be queued again; forget it among those that run."""
+
+    def on_end(self, request: Request) -> None:
+        """The request ended outside a commit (aborted, failed, rejected); forget it. Idempotent."""
+
+
+class Match(NamedTuple):
+    """What the prefix cache has of a request. Valid until the cache changes: adopt it in the same breath.
+
+    ``tokens`` is page-aligned and at most ``num_tokens - 1``; ``idle`` of its pages are evictable now (pinning them
+    makes the pool poorer); ``handle`` belongs to the cache.
+    """
+
+    tokens: int
+    pages: tuple[int, ...] | list[int]
+    idle: int
+    handle: Any = None
+
+
+class KVCache(Plugin, ABC):
+    """Keeps the index of cached content and the books of who holds which page. Plain methods, driven by the core.
+
+    Who owns a page: the pool hands pages to the cache (``held``); the cache knows each as *private* to one request,
+    *shared* (published, in use by one or more) or *idle* (published, used by nobody: evictable).
+
+    Class attribute ``publish_when`` says when the core calls ``publish``: as soon as a page's last token is
+    ``planned`` (vLLM: twins in one step share), when it is ``committed``, or ``prefilled``: committed prompts only, the
+    rest at the end (SGLang).
+    """
+
+    publish_when: ClassVar[PublishWhen] = "committed"
+
+    @abstractmethod
+    def match(self, request: Request) -> Match:
+        """Longest cached prefix, whole pages, at most ``num_tokens - 1`` tokens.
+
+        Mutates recency and tree shape at most; never pins or frees.
+        """
+
+    @abstractmethod
+    def adopt(self, request: Request, match: Match) -> list[int]:
+        """Pin a fresh match for the request and return its pages, first page first. Mutates."""
+
+    @abstractmethod
+    def take(self, request: Request, count: int) -> list[int]:
+        """Give the request ``count`` private pages off the pool. Mutates. Raises ``OutOfPages``, taking none."""
+
+    @abstractmethod
+    def publish(self, request: Request, upto: int) -> Publication:
+        """Make the request's first ``upto`` tokens (whole pages of them) matchable. Mutates. Idempotent.
+
+        May find that the same content exists already and swap pages: the answer then carries the new page table.
+        """
+
+    @abstractmethod
+    def unpublish(self, keys: Sequence[object]) -> None:
+        """Take back what a failed step had published: these keys never match again. Mutates. Unknown keys are fine."""
+
+    @abstractmethod
+    def release(self, request: Request, keep: int) -> None:
+        """The request lets go of all its pages; the content of its first ``keep`` tokens may stay cached. Mutates.
+
+        Harmless where the request holds nothing. ``keep`` is 0 when its pages are needed at once.
+        """
+
+    @abstractmethod
+    def drop(self, keys: Sequence[object]) -> int:
+        """Evict idle content by key, in order; keys that are unknown or in use are skipped. Mutates.
+
+        Returns the number of pages that became free.
+        """
+
+    @abstractmethod
+    def victims(self, need: int) -> Sequence[object]:
+        """The default eviction: keys whose dropping frees at least ``need`` pages, if there are. Does not mutate."""
+
+    @abstractmethod
+    def candidates(self) -> Sequence[Candidate]:
+        """All idle content that ``drop`` would accept now, in the default's order. Does not mutate."""
+
+    @hookimpl
+    def evict(self, need: int, pool: EvictionPool) -> Sequence[object] | None:
+        """Default answer of the ``evict`` hook for cached pages."""
+        return self.victims(need) if pool.kind == "cache" else None
+
+    @abstractmethod
+    def numbers(self) -> KVNumbers:
+        """Counts of free, evictable and pinned pages. ``evictable`` is what could really be freed. Does not mutate."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget all idle content. Mutates. Content in use is forgotten when its users let go."""
+
+    @abstractmethod
+    def check(self, requests: Iterable[Request]) -> None:
+        """Full audit against the pool and the requests that hold pages. Does not mutate.
+
+        Raises ``InvariantViolation`` with what differs.
+        """
+
+    def short(self, request: Request, upto: int) -> int:
+        """Pages missing for the request to hold ``upto`` tokens. Does not mutate."""
+        size = self._page_size
+        return max(0, -(-upto // size) - len(request.pages))
+
+    _page_size: int = 1
+
+
+class Publication(NamedTuple):
+    """What ``publish`` did: keys newly matchable (to take back if the step fails) and, if swapped, the new pages."""
+
+    keys: tuple[object, ...] | list[object] = ()
+    pages: list[int] | None = None
+
+
+class Executor(Plugin, ABC):
+    """Runs plans on a model. Plans are executed in order; row i's page table is ``plan.tables[i]``.
+
+    Class attribute ``uses_attention`` says whether an attention backend must be selected for it.
+    """
+
+    uses_attention: ClassVar[bool] = False
+
+    def use(self, *, model: str, attention: Attention | None, seed: int) -> None:
+        """What the configuration chose: told once, before ``load``. Default: ignored."""
+
+    @abstractmethod
+    def load(self) -> ModelInfo:
+        """Read the model. Called once, first. May take seconds and show progress. Raises ``ModelError``."""
+
+    @abstractmethod
+    def allocate(self, num_pages: int, page_size: int) -> None:
+        """Allocate KV memory for so many pages. Called once, after ``load``."""
+
+    @abstractmethod
+    def execute(self, plan: Plan) -> Outcome:
+        """Compute the plan: write KV for every row's tokens, sample where ``plan.samples``. Does not touch requests.
+
+        Raises ``ExecutionError`` (or anything else) when the step as a whole failed; a row that failed alone goes into
+        ``outcome.errors``.
+        """
+
+    def forget(self, request: Request) -> None:
+        """The request ended; drop per-request state. Called at most once a request."""
+
+    def default_pages(self, page_size: int) -> int | None:
+        """Pages worth allocating when the configuration does not say; ``None`` leaves it to the core's default."""
+        return None
+
+
+class Attention(Plugin, ABC):
+    """An attention backend over paged KV. Tensors are torch's; the core never looks at them.
+
+    Layout of one layer's K and of its V: ``[num_pages, page_size, kv_heads, head_dim]``.
+    """
+
+    @abstractmethod
+    def plan_batch(self, batch: Any) -> None:
+        """Prepare for a batch (lengths, page tables): called once a step, before the first layer."""
+
+    @abstractmethod
+    def write(self, keys: Any, values: Any, k_pages: Any, v_pages: Any) -> None:
+        """Store the batch's new K and V, each ``[tokens, kv_heads, head_dim]``, into the pages of a layer."""
+
+    @abstractmethod
+    def attend(self, query: Any, k_pages: Any, v_pages: Any, scale: float) -> Any:
+        """Causal attention of ``query [tokens, heads, head_dim]`` over the pages: the same shape back."""
+
+
+class Frontend(Plugin, ABC):
+    """Serves people: an HTTP server or anything that feeds requests to an engine and streams results."""
+
+    @abstractmethod
+    def serve(self, engine: Any, *, host: str, port: int, api_key: str | None = None) -> int:
+        """Serve until stopped; ``engine`` is an ``AsyncEngine``. Returns the process's exit code."""
+
+
+ROLES: Mapping[str, type[Plugin]] = {
+    "scheduler": Scheduler,
+    "kvcache": KVCache,
+    "attention": Attention,
+    "connector": Connector,
+    "executor": Executor,
+    "frontend": Frontend,
+    "policy": Policy,
+}
+"""Role name -> base class."""
+
+GROUPS: Mapping[str, str] = {
+    "scheduler": "engine.schedulers",
+    "kvcache": "engine.kvcaches",
+    "attention": "engine.attention",
+    "connector": "engine.connectors",
+    "executor": "engine.executors",
+    "frontend": "engine.frontends",
+    "policy": "engine.policies",
+}
+"""Role name -> entry-point group."""

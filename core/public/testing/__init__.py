@@ -1,0 +1,1 @@
+"""Kit for plugin authors."""

@@ -1,0 +1,55 @@
+"""The waiting queue: arrival order until somebody orders it, and then that order."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+
+from engine.core.request import Request
+
+
+class WaitingQueue:
+    """Requests that hold no page and wait to start. The core's; schedulers see it through ``step.queue()``."""
+
+    __slots__ = ("_items",)
+
+    def __init__(self) -> None:
+        self._items: list[Request] = []
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._items)
+
+    def __contains__(self, request: object) -> bool:
+        return any(item is request for item in self._items)
+
+    def push(self, request: Request, *, front: bool = False) -> None:
+        """Queue a request at the back, or at the front. Mutates."""
+        if front:
+            self._items.insert(0, request)
+        else:
+            self._items.append(request)
+
+    def window(self, size: int) -> list[Request]:
+        """A copy of the first ``size`` requests."""
+        return self._items[:size]
+
+    def reorder(self, window: int, ordered: Sequence[Request]) -> None:
+        """Put ``ordered`` first; requests of the window that it leaves out keep their order behind it. Mutates."""
+        chosen = set(ordered)
+        left_out = [request for request in self._items[:window] if request not in chosen]
+        self._items[:window] = [*ordered, *left_out]
+
+    def remove(self, gone: Collection[Request]) -> None:
+        """Take these out, wherever they stand; those that are not in it are ignored. Mutates."""
+        if len(gone) == 1:
+            with suppress(ValueError):
+                self._items.remove(next(iter(gone)))
+        elif gone:
+            self._items = [request for request in self._items if request not in gone]
+
+    def head(self) -> Request | None:
+        """The first request, or ``None``."""
+        return self._items[0] if self._items else None

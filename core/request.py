@@ -1,0 +1,136 @@
+"""A request as the engine core sees it: tokens, progress, and the pages that hold its KV."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class State(StrEnum):
+    """Where a request is. Only the core moves it."""
+
+    WAITING = "waiting"  # in the queue, holds no page
+    PARKED = "parked"  # not ready (grammar, adapter, remote KV): outside the queue, holds no run slot
+    RUNNING = "running"  # admitted, holds pages
+    FINISHED = "finished"
+
+
+class Finish(StrEnum):
+    """Why a request ended. ``detail`` on the request says more where there is more to say."""
+
+    STOP = "stop"  # end-of-sequence, stop token or stop string
+    LENGTH = "length"  # max_tokens, the model's length, or the whole KV pool (detail: kv_capacity)
+    ABORT = "abort"  # the client left or cancelled
+    ERROR = "error"  # the engine could not go on with it (detail: the diagnosis)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen and when a request ends.
+
+    Args:
+        max_tokens: most tokens to generate; ``None`` is all the room the model's length leaves.
+        temperature: 0 (or below 1e-5) is greedy; 1 samples from the model's own distribution.
+        top_p: sample from the smallest set of tokens whose probabilities sum to at least this, in (0, 1].
+        top_k: sample from the k likeliest tokens; 0 is off; above the vocabulary is off too.
+        seed: makes the request reproducible in any batch; ``None`` draws one.
+        stop: strings that end the text (they are not returned). Matched on text by the frontend side.
+        stop_token_ids: token ids that end the request, like end-of-sequence.
+        ignore_eos: go on after the model's end-of-sequence token.
+        min_tokens: no stop by token before this many tokens.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+
+    @property
+    def greedy(self) -> bool:
+        """True where the likeliest token is taken and no random number is drawn."""
+        return self.temperature < 1e-5
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One sequence to generate. Plugins read it; only the core writes it (except the two scratch slots).
+
+    Token counts: ``num_tokens`` are known (prompt and committed output); ``computed`` of them have KV in ``pages``;
+    ``in_flight`` more are planned and not yet committed. What is left to compute is the *token debt*: a prompt that
+    was just admitted owes its uncached suffix, a decoding request owes one (Source: vLLM V1's unified scheduler).
+    """
+
+    id: str
+    tokens: list[int]  # prompt, then output; append only
+    num_prompt: int
+    params: SamplingParams
+    max_total: int  # num_tokens never exceeds this
+    stop_ids: frozenset[int] = frozenset()  # end-of-sequence included unless ignored
+    namespace: bytes = b""  # digest of all that makes equal tokens unequal KV (model, dtype, adapter, salt)
+    priority: int = 0  # smaller is more urgent
+    arrival: float = 0.0  # seconds on the engine's clock
+    arrival_index: int = 0  # order of arrival, unique
+    metadata: dict[str, Any] = field(default_factory=dict)  # tenant, deadline, …: for policies
+
+    state: State = State.WAITING
+    parked_on: set[str] = field(default_factory=set)
+    pages: list[int] = field(default_factory=list)  # page table; replaced, never edited in place, except appends
+    computed: int = 0
+    in_flight: int = 0
+    prefill_target: int = 0  # num_tokens at admission: up to here the request prefills
+    epoch: int = 0  # grows with each preemption and at the end: late results of older epochs are dropped
+    table_version: int = 0  # grows when ``pages`` changed other than by appending
+    cached_tokens: int = 0  # tokens the prefix cache gave at the first admission
+    preemptions: int = 0
+    finish: Finish | None = None
+    detail: str | None = None  # more about the finish; for STOP by token, the token id
+
+    kv_state: Any = None  # scratch of the KV cache
+    sched_state: Any = None  # scratch of the scheduler
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known so far: prompt and committed output."""
+        return len(self.tokens)
+
+    @property
+    def num_output(self) -> int:
+        """Committed output tokens."""
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def prompt(self) -> list[int]:
+        """A copy of the prompt's token ids."""
+        return self.tokens[: self.num_prompt]
+
+    @property
+    def output(self) -> list[int]:
+        """A copy of the committed output's token ids."""
+        return self.tokens[self.num_prompt :]
+
+    @property
+    def debt(self) -> int:
+        """Tokens still to plan: known tokens without KV that no step in flight computes."""
+        return len(self.tokens) - self.computed - self.in_flight
+
+    @property
+    def max_new(self) -> int:
+        """Most output tokens this request may still have in all (``max_tokens`` after the length limits)."""
+        return self.max_total - self.num_prompt
+
+    @property
+    def finished(self) -> bool:
+        """True once the request has ended, for whatever reason."""
+        return self.state is State.FINISHED
+
+    def __repr__(self) -> str:
+        return (
+            f"<Request {self.id} {self.state} prompt={self.num_prompt} output={self.num_output} "
+            f"computed={self.computed}+{self.in_flight} pages={len(self.pages)}>"
+        )

@@ -1,0 +1,322 @@
+"""``Step``: the pen that the core lends to the scheduler for one step. It alone changes state, and it keeps the rules.
+
+Rules it keeps, whatever is asked of it: every granted token is backed by a page; the sum of tokens never exceeds the
+budget; an order is a subset of the queue; a victim's grant of this very step is revoked and its budget returned; what a
+revoked or failed grant had published can never be matched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from engine.core.plan import Candidate, EvictionPool, KVNumbers, Plan, Reject, Room, Wait, Why
+from engine.core.request import Request, State
+
+if TYPE_CHECKING:
+    from engine.core.loop import EngineCore
+
+Decide = Callable[[Room], "int | Why"]
+"""A scheduler's check of a candidate: how many tokens to grant it, or why none."""
+
+
+class Step:
+    """One step being planned. Made by the core, dead once sealed.
+
+    Attributes:
+        index: number of the step.
+        budget: tokens that may still be granted.
+        refused: why the last ``grant`` or ``start`` gave nothing.
+        override: True when the core asks again after an empty plan: objections of policies are ignored, and a
+            scheduler should let the head of the queue in if it fits at all.
+    """
+
+    __slots__ = (
+        "_asked",
+        "_core",
+        "_fresh",
+        "_kv",
+        "_needed",
+        "_rows",
+        "_size",
+        "_starts",
+        "_waits",
+        "admitted",
+        "budget",
+        "evicted",
+        "index",
+        "journal",
+        "override",
+        "plan",
+        "preempted",
+        "refused",
+    )  # fmt: skip
+
+    def __init__(self, core: EngineCore, index: int, *, override: bool = False) -> None:
+        self._core = core
+        self._kv = core.kv
+        self._size = core.limits.page_size
+        self.index = index
+        self.budget = core.limits.max_batch_tokens
+        self.override = override
+        self.refused: Why | None = None
+        self.admitted: list[Request] = []
+        self.preempted: list[Request] = []
+        self.evicted = 0
+        self.journal: dict[Request, list[object]] = {}  # keys that this step published before they are computed
+        self._rows: dict[Request, int] = {}
+        self._starts: dict[Request, int] = {}
+        self._fresh: dict[int, Request] = {}  # page published in this step -> who computes it
+        self._needed: set[Request] = set()  # somebody else adopted their fresh pages: no victims in this step
+        self._waits: dict[str, tuple[Why, str]] = {}
+        self._asked = False
+        self.plan: Plan | None = None
+
+    # ---- to read
+
+    @property
+    def running(self) -> Sequence[Request]:
+        """Requests that hold pages, in order of admission. To read."""
+        return self._core.running
+
+    @property
+    def waiting(self) -> int:
+        """Length of the queue."""
+        return len(self._core.waiting)
+
+    @property
+    def slots(self) -> int:
+        """How many more requests may start."""
+        return self._core.limits.max_running - len(self._core.running)
+
+    @property
+    def kv(self) -> KVNumbers:
+        """Page counts at this moment."""
+        return self._kv.numbers()
+
+    @property
+    def tokens_planned(self) -> int:
+        """Tokens granted so far."""
+        return self._core.limits.max_batch_tokens - self.budget
+
+    def granted(self, request: Request) -> int:
+        """Tokens that the request was granted in this step."""
+        return self._rows.get(request, 0)
+
+    def cached(self, request: Request) -> int:
+        """Length of the request's cached prefix in tokens, looked up once a step. Pins nothing."""
+        return self._core.cached(request)
+
+    def queue(self) -> Iterator[Request]:
+        """Waiting requests, after ``order`` and ``admit``, lazily. Start them or not; stop when you like."""
+        core = self._core
+        self._asked = True
+        for request in core.order(self):
+            if request.state is not State.WAITING:
+                continue
+            objection = core.hooks.ask_admit(self, request)
+            if isinstance(objection, Reject):
+                core.fail(request, objection.reason)
+            elif isinstance(objection, Wait) and not self.override:
+                self.note(request, Why.POLICY, objection.reason)
+            else:
+                yield request
+
+    # ---- to write
+
+    def note(self, request: Request, why: Why, words: str = "") -> None:
+        """Record why a request got nothing in this step. The last note stands."""
+        self._waits[request.id] = (why, words)
+
+    def grant(self, request: Request, tokens: int) -> int:
+        """Plan up to ``tokens`` more tokens of a running request; returns how many, 0 with ``step.refused`` set.
+
+        Never more than its debt or the budget. Pages are taken, asking ``evict`` (kind ``cache``) when short.
+        """
+        count = min(tokens, request.debt, self.budget)
+        if count <= 0:
+            return self._refuse(request, Why.TOKEN_BUDGET if self.budget <= 0 else Why.NOTHING_OWED)
+        if request.state is not State.RUNNING or self.plan is not None:
+            return self._refuse(request, Why.NOTHING_OWED)
+        upto = request.computed + request.in_flight + count
+        short = self._kv.short(request, upto)
+        if short > 0 and not self._take(request, short):
+            return self._refuse(request, Why.PAGES)
+        self._record(request, count, upto)
+        return count
+
+    def grant_decodes(self, requests: Sequence[Request], first: int = 0) -> int:
+        """``grant(request, 1)`` for ``requests[first:]`` as long as they decode (owe one token) and are granted.
+
+        Returns the index of the first that was not: one that owes more, does not run, or was refused. The fast way
+        through the steady state: a request that stays inside its last page costs no call.
+        """
+        size, rows, starts, running = self._size, self._rows, self._starts, State.RUNNING
+        budget = self.budget
+        for index in range(first, len(requests)):
+            request = requests[index]
+            start = request.computed + request.in_flight
+            if len(request.tokens) - start != 1 or request.state is not running:
+                self.budget = budget
+                return index
+            # A token that neither opens a page nor completes one concerns nobody but the request itself.
+            if 0 < start % size < size - 1 and budget > 0 and request not in rows:
+                rows[request] = 1
+                starts[request] = start
+                request.in_flight += 1
+                budget -= 1
+                continue
+            self.budget = budget
+            if not self.grant(request, 1):
+                return index
+            budget = self.budget
+        self.budget = budget
+        return len(requests)
+
+    def start(self, request: Request, tokens: int | Decide) -> int:
+        """Admit a waiting request: look its prefix up, check, pin, take pages. One transaction; all or nothing.
+
+        Args:
+            request: a candidate of ``queue()``.
+            tokens: most tokens to grant it, or a function of the ``Room`` that there is to the number to grant or to
+                why none. The function sees the page counts before and after the pin.
+
+        Returns the tokens granted (after the cached prefix), 0 with ``step.refused`` set and nothing changed.
+        """
+        core = self._core
+        if request.state is not State.WAITING or self.plan is not None:
+            return self._refuse(request, Why.NOTHING_OWED)
+        if self.slots <= 0:
+            return self._refuse(request, Why.RUN_SLOTS)
+        match = self._kv.match(request)
+        numbers = self._kv.numbers()
+        room = Room(match.tokens, request.num_tokens - match.tokens, numbers.available, match.idle, self._size)
+        answer = tokens if isinstance(tokens, int) else tokens(room)
+        if isinstance(answer, Why):
+            return self._refuse(request, answer)
+        count = min(answer, room.owed, self.budget)
+        if count <= 0:
+            return self._refuse(request, Why.TOKEN_BUDGET)
+        upto = match.tokens + count
+        short = -(-upto // self._size) - len(match.pages)
+        if short > room.pinned_available:
+            return self._refuse(request, Why.PAGES)
+        adopted = self._kv.adopt(request, match)
+        request.pages = list(adopted)
+        if short > 0 and not self._take(request, short):
+            self._kv.release(request, keep=0)
+            request.pages = []
+            return self._refuse(request, Why.PAGES)
+        self._needed.update(self._fresh[page] for page in adopted if page in self._fresh)
+        core.enter(request, match.tokens)
+        self.admitted.append(request)
+        self._waits.pop(request.id, None)
+        self._record(request, count, upto)
+        return count
+
+    def preempt(
+        self, needy: Request | None = None, victim: Request | None = None, *, front: bool = True
+    ) -> Request | None:
+        """Make a running request give up its pages and wait again; returns it, or ``None`` if there is nobody.
+
+        Asks ``evict`` (kind ``running``) unless ``victim`` is given. A grant that the victim had in this step is
+        revoked and its tokens return to the budget.
+
+        Args:
+            needy: on whose behalf; it may turn out to be the victim itself.
+            victim: choose this one without asking.
+            front: queue the victim at the front (it was there first) or at the back.
+        """
+        core = self._core
+        chosen = victim if victim is not None else core.choose_victim(self, needy)
+        if chosen is None or not self.may_preempt(chosen):
+            return None
+        self._revoke(chosen)
+        core.give_up(chosen, front=front)
+        if chosen in self.admitted:
+            self.admitted.remove(chosen)
+        self.preempted.append(chosen)
+        self.note(chosen, Why.PAGES, "preempted")
+        return chosen
+
+    def may_preempt(self, request: Request) -> bool:
+        """True where the request runs and nobody depends on what it computes in this step."""
+        return request.state is State.RUNNING and request not in self._needed
+
+    def seal(self, mode: str = "mixed", *, otherwise: Why | None = None, common_prefix_pages: int = 0) -> Plan:
+        """Close the step: the immutable plan, with a reason for every request that waits. Call it once, last.
+
+        Args:
+            mode: the scheduler's word for the batch.
+            otherwise: the reason of waiting requests that were not looked at.
+            common_prefix_pages: pages that all rows share at their front.
+        """
+        requests = tuple(self._rows)
+        counts = tuple(self._rows.values())
+        starts = tuple(self._starts[request] for request in requests)
+        self.plan = Plan(
+            index=self.index,
+            requests=requests,
+            epochs=tuple([request.epoch for request in requests]),
+            starts=starts,
+            counts=counts,
+            samples=tuple([s + c == len(r.tokens) for r, s, c in zip(requests, starts, counts, strict=True)]),
+            tables=tuple([request.pages for request in requests]),
+            admitted=tuple(self.admitted),
+            preempted=tuple(self.preempted),
+            evicted_pages=self.evicted,
+            waits=self._waits,
+            otherwise=otherwise or (Why.BEHIND if self._asked else Why.NOT_ASKED),
+            mode=mode if requests else "idle",
+            common_prefix_pages=common_prefix_pages,
+        )
+        return self.plan
+
+    # ---- inside
+
+    def _refuse(self, request: Request, why: Why) -> int:
+        self.refused = why
+        if request.state is State.WAITING:
+            self._waits[request.id] = (why, "")
+        return 0
+
+    def _record(self, request: Request, count: int, upto: int) -> None:
+        self._starts.setdefault(request, request.computed + request.in_flight)
+        self._rows[request] = self._rows.get(request, 0) + count
+        request.in_flight += count
+        self.budget -= count
+        if self._kv.publish_when == "planned" and upto // self._size > (upto - count) // self._size:
+            publication = self._kv.publish(request, upto)
+            if publication.keys:
+                self.journal.setdefault(request, []).extend(publication.keys)
+                for page in request.pages[(upto - count) // self._size : upto // self._size]:
+                    self._fresh[page] = request
+
+    def _take(self, request: Request, count: int) -> bool:
+        if not self._core.free_up(count, self):
+            return False
+        request.pages.extend(self._kv.take(request, count))
+        return True
+
+    def _revoke(self, request: Request) -> None:
+        count = self._rows.pop(request, 0)
+        if not count:
+            return
+        del self._starts[request]
+        request.in_flight -= count
+        self.budget += count
+        self._fresh = {page: owner for page, owner in self._fresh.items() if owner is not request}
+        self._kv.unpublish(self.journal.pop(request, []))
+
+
+def running_pool(core: EngineCore, step: Step, needy: Request | None) -> EvictionPool:
+    """What ``evict`` sees when somebody must be preempted: running requests, the latest admitted first."""
+
+    def candidates() -> list[Candidate]:
+        return [
+            Candidate(request, len(request.pages), request.arrival_index, request)
+            for request in reversed(core.running)
+            if step.may_preempt(request)
+        ]
+
+    return EvictionPool("running", candidates, needy)

@@ -1,0 +1,71 @@
+"""``sim``: no model, no torch. Tokens are a deterministic function of the sequence, time is a cost model.
+
+Used to try schedulers and servers without a model, and to measure the engine's own overhead. The clock can be real
+(``step_ms`` and ``us_per_token`` are slept) or left out (both 0).
+"""
+
+from __future__ import annotations
+
+import time
+from zlib import crc32
+
+from pydantic import Field
+
+from engine.core.plan import Outcome, Plan
+from engine.core.protocols import Executor, ModelInfo, PluginOptions
+from engine.core.request import Request
+
+
+class SimExecutor(Executor):
+    """Emits pseudo-random tokens: each depends on the prompt, the seed and the position, never on the batch."""
+
+    name = "sim"
+
+    class Options(PluginOptions):
+        vocab_size: int = Field(49152, ge=2, description="token ids are below this")
+        max_model_len: int = Field(8192, ge=2, description="most tokens of one request")
+        eos_id: int | None = Field(None, description="token that ends a request (default: none ever does)")
+        step_ms: float = Field(0.0, ge=0, description="time a step takes, whatever it computes")
+        us_per_token: float = Field(0.0, ge=0, description="time each computed token adds")
+        pages: int = Field(4096, ge=1, description="pages in the pool when num_pages is not given")
+
+    def load(self) -> ModelInfo:
+        """No files; returns at once."""
+        options = self.options
+        eos = frozenset() if options.eos_id is None else frozenset({options.eos_id})
+        return ModelInfo(
+            name="sim",
+            vocab_size=options.vocab_size,
+            max_model_len=options.max_model_len,
+            eos_ids=eos,
+            fingerprint=f"sim-{options.vocab_size}",
+            details={"computes": "nothing: tokens are pseudo-random"},
+        )
+
+    def allocate(self, num_pages: int, page_size: int) -> None:
+        """There is no KV memory."""
+
+    def default_pages(self, page_size: int) -> int | None:
+        """As configured."""
+        pages: int = self.options.pages
+        return pages
+
+    def execute(self, plan: Plan) -> Outcome:
+        """One token for each row that samples, after the time that the cost model asks for."""
+        options = self.options
+        seconds = options.step_ms / 1e3 + options.us_per_token / 1e6 * plan.total_tokens
+        if seconds > 0:
+            time.sleep(seconds)
+        sample, vocab = self._sample, options.vocab_size
+        tokens = [
+            (sample(request, vocab),) if samples else ()
+            for request, samples in zip(plan.requests, plan.samples, strict=True)
+        ]
+        return Outcome(plan, tokens)
+
+    @staticmethod
+    def _sample(request: Request, vocab: int) -> int:
+        """A hash of the last token, the first, the position and the seed."""
+        tokens = request.tokens
+        data = b"%d,%d,%d,%d" % (tokens[0], tokens[-1], len(tokens), request.params.seed or 0)
+        return crc32(data) % vocab

@@ -1,0 +1,1 @@
+"""How cached prefixes are indexed and evicted."""

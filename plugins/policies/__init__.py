@@ -1,0 +1,1 @@
+"""Small plugins that answer one hook."""
