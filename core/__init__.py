@@ -1,1 +1,105 @@
-"""The core of Sixhooks: hook specs, types, plugin registry, configuration, step loop, invariants."""
+"""The core of Sixhooks: hook specs, types, plugin registry, configuration, step loop, invariants.
+
+Everything that a plugin needs is imported from here.
+"""
+
+from engine.core.assemble import assemble
+from engine.core.config import EngineConfig, Selection, load_config
+from engine.core.errors import (
+    ConfigError,
+    EngineDead,
+    EngineError,
+    ExecutionError,
+    InvalidRequest,
+    InvariantViolation,
+    ModelError,
+    OutOfPages,
+    PluginError,
+    QueueFull,
+)
+from engine.core.hookspecs import hookimpl
+from engine.core.loop import EngineCore
+from engine.core.plan import (
+    Candidate,
+    Delta,
+    EvictionPool,
+    KVNumbers,
+    Outcome,
+    Plan,
+    Reject,
+    Room,
+    Transfer,
+    TransferEvent,
+    Wait,
+    Why,
+)
+from engine.core.protocols import (
+    Attention,
+    Connector,
+    Context,
+    Executor,
+    Frontend,
+    KVCache,
+    Limits,
+    Match,
+    ModelInfo,
+    Plugin,
+    PluginOptions,
+    Policy,
+    Publication,
+    Scheduler,
+)
+from engine.core.request import Finish, Request, SamplingParams, State
+from engine.core.step import Step
+from engine.core.version import API_VERSION
+
+__all__ = [
+    "API_VERSION",
+    "Attention",
+    "Candidate",
+    "ConfigError",
+    "Connector",
+    "Context",
+    "Delta",
+    "EngineConfig",
+    "EngineCore",
+    "EngineDead",
+    "EngineError",
+    "EvictionPool",
+    "ExecutionError",
+    "Executor",
+    "Finish",
+    "Frontend",
+    "InvalidRequest",
+    "InvariantViolation",
+    "KVCache",
+    "KVNumbers",
+    "Limits",
+    "Match",
+    "ModelError",
+    "ModelInfo",
+    "OutOfPages",
+    "Outcome",
+    "Plan",
+    "Plugin",
+    "PluginError",
+    "PluginOptions",
+    "Policy",
+    "Publication",
+    "QueueFull",
+    "Reject",
+    "Request",
+    "Room",
+    "SamplingParams",
+    "Scheduler",
+    "Selection",
+    "State",
+    "Step",
+    "Transfer",
+    "TransferEvent",
+    "Wait",
+    "Why",
+    "assemble",
+    "hookimpl",
+    "load_config",
+]

@@ -123,7 +123,7 @@ def evict(need: int, pool: EvictionPool) -> Sequence[object] | None:
     KV cache's default drops its least recently used content; with ``"running"`` the scheduler's default picks whom to
     preempt.
 
-    :param need: pages that must become available. The answer may yield more.
+    :param need: pages that must become available. A longer answer is fine: only as much as is needed is given up.
     :param pool: what there is to choose from.
     :returns: keys of candidates, best first; ``None`` leaves the choice to the default. Keys are validated again, and
         the default fills any remainder.

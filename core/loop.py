@@ -406,9 +406,9 @@ class EngineCore:
         if short > self.kv.numbers().evictable:
             return False
         pool = EvictionPool("cache", self.kv.candidates)
-        step.evicted += self.kv.drop(self.hooks.ask_evict(short, pool))
+        step.evicted += self.kv.drop(self.hooks.ask_evict(short, pool), short)
         while (short := count - self.pool.num_free) > 0:
-            freed = self.kv.drop(self.kv.victims(short))
+            freed = self.kv.drop(self.kv.victims(short), short)
             step.evicted += freed
             if not freed:
                 return False

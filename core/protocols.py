@@ -191,10 +191,10 @@ class KVCache(Plugin, ABC):
         """
 
     @abstractmethod
-    def drop(self, keys: Sequence[object]) -> int:
+    def drop(self, keys: Iterable[object], need: int | None = None) -> int:
         """Evict idle content by key, in order; keys that are unknown or in use are skipped. Mutates.
 
-        Returns the number of pages that became free.
+        Stops once ``need`` pages became free (``None``: goes through all keys). Returns how many became free.
         """
 
     @abstractmethod

@@ -146,10 +146,12 @@ class PagedCache(KVCache):
         """Idle pages, first to go first. Does not mutate."""
         return [Candidate(page, 1, age) for age, page in enumerate(self._idle)]
 
-    def drop(self, keys: Sequence[object]) -> int:
+    def drop(self, keys: Iterable[object], need: int | None = None) -> int:
         """Idle pages by number lose their keys and return to the pool. Mutates."""
         dropped: list[int] = []
         for page in keys:
+            if need is not None and len(dropped) >= need:
+                break
             if isinstance(page, int) and page in self._idle:
                 del self._idle[page]
                 self._forget(page)

@@ -165,10 +165,12 @@ class RadixCache(KVCache):
         leaves = [node for node in self._nodes() if not node.locks and not node.children]
         return [Candidate(node, len(node.pages), node.used) for node in sorted(leaves, key=lambda node: node.used)]
 
-    def drop(self, keys: Sequence[object]) -> int:
+    def drop(self, keys: Iterable[object], need: int | None = None) -> int:
         """Evict these leaves, in order. Mutates."""
         freed = 0
         for node in keys:
+            if need is not None and freed >= need:
+                break
             if isinstance(node, Node) and not node.locks and not node.children and self._alive(node):
                 parent = node.parent
                 assert parent is not None

@@ -1,1 +1,198 @@
-"""Kit for plugin authors."""
+"""Kit for plugin authors: drive an engine core by hand, with a model whose every token you choose.
+
+Example::
+
+    from engine.testing import ScriptedExecutor, make_core
+
+    core = make_core(scheduler="radix", kvcache="paged", num_pages=8, page_size=4)
+    core.add([1, 2, 3], SamplingParams(max_tokens=2), request_id="a")
+    while core.has_work:
+        core.step()
+        core.check()
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from engine.core.config import Selection
+from engine.core.loop import EngineCore
+from engine.core.plan import Outcome, Plan
+from engine.core.protocols import Connector, Executor, KVCache, Limits, ModelInfo, Plugin, Policy, Scheduler
+from engine.core.registry import Registry, build
+from engine.core.request import Request
+
+__all__ = ["KVMismatch", "ScriptedExecutor", "ShadowExecutor", "make_core"]
+
+Script = Mapping[str, Sequence[int]] | Callable[[Request], int]
+
+
+class ScriptedExecutor(Executor):
+    """Emits chosen tokens, fails when told to. No model, no torch.
+
+    Args:
+        script: request id -> its output tokens in order (the last one repeats), or a function of the request to its
+            next token. Default: the number of tokens known so far, modulo the vocabulary.
+        vocab_size: token ids are below this.
+        max_model_len: most tokens of one request.
+        eos_ids: tokens that end a request.
+
+    Attributes:
+        plans: every plan executed, in order.
+        fail_next: how many coming steps raise.
+        row_errors: request id -> message: its next row fails alone.
+    """
+
+    name = "scripted"
+
+    def __init__(
+        self,
+        script: Script | None = None,
+        *,
+        vocab_size: int = 1000,
+        max_model_len: int = 4096,
+        eos_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        super().__init__()
+        self.script = script
+        self.info = ModelInfo(
+            name="scripted", vocab_size=vocab_size, max_model_len=max_model_len, eos_ids=eos_ids, fingerprint="scripted"
+        )
+        self.plans: list[Plan] = []
+        self.fail_next = 0
+        self.row_errors: dict[str, str] = {}
+        self.forgotten: list[str] = []
+
+    def load(self) -> ModelInfo:
+        """As constructed."""
+        return self.info
+
+    def allocate(self, num_pages: int, page_size: int) -> None:
+        """There is no KV memory."""
+
+    def execute(self, plan: Plan) -> Outcome:
+        """The scripted tokens. Raises ``RuntimeError`` while ``fail_next`` is above 0."""
+        if self.fail_next > 0:
+            self.fail_next -= 1
+            raise RuntimeError("a scripted failure")
+        self.plans.append(plan)
+        rows = list(zip(plan.requests, plan.samples, strict=True))
+        tokens = [(self._next(request),) if samples else () for request, samples in rows]
+        failed = {n: self.row_errors.pop(r.id) for n, (r, _) in enumerate(rows) if r.id in self.row_errors}
+        return Outcome(plan, tokens, failed)
+
+    def forget(self, request: Request) -> None:
+        """Noted, so that a test can see that every request is forgotten once."""
+        self.forgotten.append(request.id)
+
+    def _next(self, request: Request) -> int:
+        if callable(self.script):
+            return self.script(request)
+        if self.script is not None and request.id in self.script:
+            output = self.script[request.id]
+            return output[min(request.num_output, len(output) - 1)]
+        return request.num_tokens % self.info.vocab_size
+
+
+class KVMismatch(AssertionError):
+    """A row was about to attend to KV that is not that of its own tokens: a real model would write wrong text."""
+
+
+class ShadowExecutor(ScriptedExecutor):
+    """A scripted model over KV memory that remembers, for each token slot, which sequence wrote it.
+
+    Like a real executor it writes the KV of all rows first and reads after, so twins of one step may share pages. Every
+    read is compared with what the row's own tokens would have written; the first difference raises ``KVMismatch``.
+    """
+
+    def allocate(self, num_pages: int, page_size: int) -> None:
+        """Memory of ``num_pages x page_size`` slots, all unwritten."""
+        self._slots: list[list[int | None]] = [[None] * page_size for _ in range(num_pages)]
+        self._size = page_size
+        self._prefixes: dict[str, list[int]] = {}
+        self.broken: str | None = None
+
+    def execute(self, plan: Plan) -> Outcome:
+        """Write, then read and compare. Raises what ``ScriptedExecutor`` does, before anything is written."""
+        outcome = super().execute(plan)
+        rows = list(zip(plan.requests, plan.starts, plan.counts, plan.tables, strict=True))
+        for request, start, count, table in rows:
+            marks = self._marks(request, start + count)
+            for at in range(start, start + count):
+                self._slots[table[at // self._size]][at % self._size] = marks[at]
+        for request, start, count, table in rows:
+            marks = self._marks(request, start + count)
+            for at in range(start + count):
+                if self._slots[table[at // self._size]][at % self._size] != marks[at]:
+                    self.broken = f"step {plan.index}: {request!r} reads foreign or unwritten KV at token {at}"
+                    raise KVMismatch(self.broken)
+        return outcome
+
+    def forget(self, request: Request) -> None:
+        """Drop the request's marks too."""
+        super().forget(request)
+        self._prefixes.pop(request.id, None)
+
+    def _marks(self, request: Request, upto: int) -> list[int]:
+        """A mark per position that depends on the namespace and all tokens up to it."""
+        marks = self._prefixes.setdefault(request.id, [])
+        for at in range(len(marks), upto):
+            marks.append(hash((marks[-1] if marks else request.namespace, request.tokens[at])))
+        return marks
+
+
+def make_core(
+    *,
+    scheduler: str | Scheduler = "unified",
+    kvcache: str | KVCache = "paged",
+    executor: Executor | None = None,
+    policies: Sequence[Policy | str] = (),
+    connectors: Sequence[Connector] = (),
+    num_pages: int = 64,
+    page_size: int = 4,
+    max_model_len: int | None = None,
+    max_batch_tokens: int = 64,
+    max_running: int = 8,
+    max_waiting: int = 1000,
+    audit: bool = True,
+    scheduler_options: Mapping[str, Any] | None = None,
+    kvcache_options: Mapping[str, Any] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> EngineCore:
+    """An engine core around a scripted model, audited after every step. Plugins by name or as instances."""
+    executor = executor or ScriptedExecutor()
+    model = executor.load()
+    limits = Limits(
+        max_model_len=min(max_model_len or model.max_model_len, model.max_model_len),
+        max_batch_tokens=max_batch_tokens,
+        max_running=max_running,
+        page_size=page_size,
+        num_pages=num_pages,
+        vocab_size=model.vocab_size,
+        max_waiting=max_waiting,
+    )
+    executor.allocate(num_pages, page_size)
+    chosen_scheduler = _plugin("scheduler", scheduler, scheduler_options)
+    chosen_kv = _plugin("kvcache", kvcache, kvcache_options)
+    chosen_policies = [_plugin("policy", policy, None) for policy in policies]
+    assert isinstance(chosen_scheduler, Scheduler)
+    assert isinstance(chosen_kv, KVCache)
+    return EngineCore(
+        limits=limits,
+        model=model,
+        scheduler=chosen_scheduler,
+        kv=chosen_kv,
+        executor=executor,
+        policies=[policy for policy in chosen_policies if isinstance(policy, Policy)],
+        connectors=connectors,
+        audit_every_step=audit,
+        clock=clock,
+    )
+
+
+def _plugin(role: str, chosen: str | Plugin, options: Mapping[str, Any] | None) -> Plugin:
+    if isinstance(chosen, Plugin):
+        return chosen
+    return build(Registry().select(role, chosen), Selection(name=chosen, options=dict(options or {})))
