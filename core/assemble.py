@@ -42,7 +42,9 @@ def assemble(config: EngineConfig, registry: Registry | None = None) -> EngineCo
     assert isinstance(kv, KVCache)
     assert isinstance(executor, Executor)
 
-    executor.use(model=config.model, attention=attention if isinstance(attention, Attention) else None, seed=config.seed)
+    executor.use(
+        model=config.model, attention=attention if isinstance(attention, Attention) else None, seed=config.seed
+    )
     model = executor.load()
     limits = size_limits(config, model, executor)
     executor.allocate(limits.num_pages, limits.page_size)

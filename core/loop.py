@@ -259,8 +259,8 @@ class EngineCore:
         finished: list[Request] = []
         dropped: list[int] = []
         publish = self.kv.publish_when != "planned"
-        computed = 0
-        outbox = self._outbox
+        computed = output = 0
+        outbox, vocab, pool_tokens = self._outbox, self.limits.vocab_size, self.limits.pool_tokens
         rows = zip(plan.requests, plan.epochs, plan.counts, outcome.tokens, strict=True)
         for row, (request, epoch, count, tokens) in enumerate(rows):
             if request.epoch != epoch:
@@ -274,14 +274,23 @@ class EngineCore:
             if errors and row in errors:
                 self._finish(request, Finish.ERROR, errors[row])
                 tokens = ()
-            elif tokens:
-                tokens = self._append(request, tokens)
-            if request.finish is not None:
-                finished.append(request)
             elif not tokens:
                 continue
+            elif len(tokens) == 1 and 0 <= (token := tokens[0]) < vocab and token not in request.stop_ids:
+                # The steady state: one token that can only end the request by its length.
+                known = request.tokens
+                known.append(token)
+                output += 1
+                if len(known) >= request.max_total or len(known) > pool_tokens:
+                    self._finish_by_length(request)
+            else:
+                tokens = self._append(request, tokens)
+                output += len(tokens)
+            if request.finish is not None:
+                finished.append(request)
             outbox.append(self._delta(request, tokens))
         self.counters.computed_tokens += computed
+        self.counters.output_tokens += output
         self.counters.late_results += len(dropped)
         return finished, dropped
 
@@ -296,16 +305,17 @@ class EngineCore:
             known.append(token)
             if token in request.stop_ids and request.num_output >= request.params.min_tokens:
                 self._finish(request, Finish.STOP, str(token))
-            elif len(known) >= request.max_total:
-                self._finish(request, Finish.LENGTH, None)
-            elif len(known) > self.limits.pool_tokens:
-                self._finish(request, Finish.LENGTH, "kv_capacity")
+            elif len(known) >= request.max_total or len(known) > self.limits.pool_tokens:
+                self._finish_by_length(request)
             else:
                 continue
             tokens = tokens[:number]
             break
-        self.counters.output_tokens += len(tokens)
         return tokens
+
+    def _finish_by_length(self, request: Request) -> None:
+        """The request may not grow: its own limit, or the whole pool does not hold its next token's KV."""
+        self._finish(request, Finish.LENGTH, None if request.num_tokens >= request.max_total else "kv_capacity")
 
     def _publish(self, request: Request, count: int) -> None:
         """Publish committed tokens, where a page was completed (and, for ``prefilled`` caches, by a prefill)."""
@@ -485,9 +495,10 @@ class EngineCore:
     # ---- inside
 
     def _delta(self, request: Request, tokens: Sequence[int]) -> Delta:
+        num_prompt = request.num_prompt
         return Delta(
-            request.id, tuple(tokens), request.finish, request.detail, request.cached_tokens, request.num_prompt,
-            request.num_output,
+            request.id, tuple(tokens), request.finish, request.detail, request.cached_tokens, num_prompt,
+            len(request.tokens) - num_prompt,
         )  # fmt: skip
 
     def _break_stall(self) -> None:

@@ -76,7 +76,9 @@ class Registry:
             raise PluginError(f"unknown {role} {name!r}: {suggest(name, self.names(role))}")
         if len({(entry.value, _distribution(entry)) for entry in named}) > 1:
             owners = " and ".join(f"{_distribution(entry)} ({entry.value})" for entry in named)
-            raise PluginError(f"{role} {name!r} is provided twice, by {owners}: uninstall one, or select it as module:Class")
+            raise PluginError(
+                f"{role} {name!r} is provided twice, by {owners}: uninstall one, or select it as module:Class"
+            )
         entry = named[0]
         cls = _import(role, name, entry.value, _distribution(entry))
         return self._checked(role, name, cls, _distribution(entry), _version(entry))
@@ -99,13 +101,17 @@ class Registry:
     def _line(self, role: str, entry: EntryPoint, *, duplicate: bool) -> PluginListing:
         where = (role, entry.name)
         try:
-            found = self._checked(role, entry.name, _import(role, entry.name, entry.value, _distribution(entry)), "", "")
+            found = self._checked(
+                role, entry.name, _import(role, entry.name, entry.value, _distribution(entry)), "", ""
+            )
         except PluginError as error:
             return PluginListing(*where, (), _distribution(entry), _version(entry), entry.value, "broken", str(error))
         summary = (found.cls.__doc__ or "").strip().split("\n")[0]
         status, cause = ("duplicate", "another distribution provides the same name") if duplicate else ("ok", "")
         aliases = found.cls.aliases
-        return PluginListing(*where, aliases, _distribution(entry), _version(entry), entry.value, status, cause, summary)
+        return PluginListing(
+            *where, aliases, _distribution(entry), _version(entry), entry.value, status, cause, summary
+        )
 
     def _by_alias(self, role: str, alias: str) -> list[EntryPoint]:
         """Aliases live on the classes, so looking one up imports the role's plugins; broken ones have none."""

@@ -83,7 +83,7 @@ class RadixScheduler(Scheduler):
                 return step.seal("mixed")
             return step.seal("extend")
         self._decode(step)
-        return step.seal("decode")
+        return step.seal("decode", otherwise=Why.RUN_SLOTS if step.slots <= 0 else None)
 
     @hookimpl
     def order(self, step: Step, waiting: Sequence[Request]) -> Sequence[Request] | None:
@@ -134,6 +134,8 @@ class RadixScheduler(Scheduler):
     # ---- the two batches
 
     def _prefill(self, step: Step) -> None:
+        if self.chunked is None and (step.slots <= 0 or not step.waiting):
+            return
         ledger = Ledger(self, step)
         if self.chunked is not None:
             tokens = step.grant(self.chunked, ledger.chunk_left)

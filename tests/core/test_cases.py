@@ -6,6 +6,7 @@ import itertools
 import random
 
 import pytest
+
 from engine.core import EngineCore, InvalidRequest, Outcome, SamplingParams, State
 from engine.testing import ScriptedExecutor, ShadowExecutor, make_core
 
@@ -35,7 +36,12 @@ def next_token(request) -> int:
 @pytest.mark.parametrize("resumed", [False, True])
 def test_b01_prompts_around_the_models_length(scheduler, kvcache, max_tokens, resumed):
     core = make_core(
-        scheduler=scheduler, kvcache=kvcache, max_model_len=64, max_batch_tokens=16, num_pages=40, executor=ShadowExecutor()
+        scheduler=scheduler,
+        kvcache=kvcache,
+        max_model_len=64,
+        max_batch_tokens=16,
+        num_pages=40,
+        executor=ShadowExecutor(),
     )
     for length in (64, 65):
         with pytest.raises(InvalidRequest, match=rf"prompt: has {length} tokens; at most 63 .*limit of 64"):
@@ -121,7 +127,9 @@ def _bring_to(core: EngineCore, state: str) -> None:
 
 
 @every_combination
-@pytest.mark.parametrize("state", ["queued", "mid-chunk", "decoding", "preempted", "parked", "in flight", "twice", "ended"])
+@pytest.mark.parametrize(
+    "state", ["queued", "mid-chunk", "decoding", "preempted", "parked", "in flight", "twice", "ended"]
+)
 def test_b09_abort_in_each_state(scheduler, kvcache, state):
     def run(abort: bool) -> dict[str, tuple[list[int], str | None]]:
         executor = ShadowExecutor(next_token)
@@ -163,7 +171,9 @@ def test_b09_storm_of_aborts(scheduler, kvcache):
     aborted, ended = 0, {}
     while aborted < 1000:
         while len(core.requests) < 12:
-            core.add([rng.randrange(3) for _ in range(rng.randrange(1, 40))], SamplingParams(max_tokens=rng.randrange(1, 20)))
+            core.add(
+                [rng.randrange(3) for _ in range(rng.randrange(1, 40))], SamplingParams(max_tokens=rng.randrange(1, 20))
+            )
         for _ in range(rng.randrange(3)):
             aborted += core.abort(rng.choice(sorted(core.requests) or ["gone"]))
         for delta in core.step():
@@ -193,7 +203,12 @@ def test_b10_one_id_one_live_request():
 def test_b14_prompt_fully_in_the_cache(scheduler, kvcache, length, page_size):
     executor = ShadowExecutor(next_token)
     core = make_core(
-        scheduler=scheduler, kvcache=kvcache, executor=executor, page_size=page_size, num_pages=2048 // page_size, max_batch_tokens=64
+        scheduler=scheduler,
+        kvcache=kvcache,
+        executor=executor,
+        page_size=page_size,
+        num_pages=2048 // page_size,
+        max_batch_tokens=64,
     )
     prompt = [at % 11 for at in range(length)]
     results = []
@@ -325,7 +340,15 @@ def test_b33_numbers_out_of_range_are_refused_and_touch_nothing(field, params, t
 
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "accepted"),
-    [(63, 1, True), (63, 2, False), (64, 1, False), (30, 34, True), (30, 35, False), (30, None, True), (30, 10**12, False)],
+    [
+        (63, 1, True),
+        (63, 2, False),
+        (64, 1, False),
+        (30, 34, True),
+        (30, 35, False),
+        (30, None, True),
+        (30, 10**12, False),
+    ],
 )
 def test_b40_prompt_and_max_tokens_against_the_limit(prompt, max_tokens, accepted):
     core = make_core(max_model_len=64)

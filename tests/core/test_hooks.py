@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
+
 from engine.core import (
     Connector,
     InvariantViolation,
@@ -37,7 +38,10 @@ def run(core, limit=500):
 
 
 def add_many(core, lengths, **kwargs):
-    return [core.add([n % 900] * n, SamplingParams(max_tokens=3), request_id=f"r{i}", **kwargs) for i, n in enumerate(lengths)]
+    return [
+        core.add([n % 900] * n, SamplingParams(max_tokens=3), request_id=f"r{i}", **kwargs)
+        for i, n in enumerate(lengths)
+    ]
 
 
 class Shortest(Policy):
@@ -293,9 +297,9 @@ def test_evict_chooses_what_goes():
     def survivors(policies):
         core = make_core(policies=policies, num_pages=8, page_size=4, executor=ScriptedExecutor(lambda r: 1))
         for start in (0, 100, 200):
-            core.add(list(range(start, start + 12)), SamplingParams(max_tokens=1))
+            core.add(list(range(start, start + 13)), SamplingParams(max_tokens=1))
             run(core)
-        probes = [core.add(list(range(start, start + 12)), SamplingParams(max_tokens=1)) for start in (0, 100, 200)]
+        probes = [core.add(list(range(start, start + 13)), SamplingParams(max_tokens=1)) for start in (0, 100, 200)]
         return [core.kv.match(probe).tokens for probe in probes]
 
     assert survivors([])[0] < survivors([DropNewest()])[0]

