@@ -8,17 +8,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from engine.core import audit
-from engine.core.errors import EngineError, InvalidRequest, InvariantViolation, QueueFull
+from engine.core.errors import EngineError, InvariantViolation
 from engine.core.hooks import HookBus
-from engine.core.identity import namespace_digest
 from engine.core.pages import PagePool
-from engine.core.plan import Candidate, Delta, EvictionPool, Outcome, Plan, Transfer, TransferEvent, Why
+from engine.core.plan import Candidate, Delta, EvictionPool, Outcome, Plan, Transfer, Why
 from engine.core.protocols import Connector, Context, Executor, KVCache, Limits, ModelInfo, Policy, Scheduler
 from engine.core.queue import WaitingQueue
 from engine.core.request import Finish, Request, SamplingParams, State
+from engine.core.results import ResultApplier, delta
+from engine.core.results import finish as end_request
+from engine.core.roster import Roster
 from engine.core.stats import Counters
 from engine.core.step import Step, running_pool
-from engine.core.validate import validate
+from engine.core.transfers import TransferBook
 
 log = logging.getLogger(__name__)
 
@@ -28,13 +30,7 @@ IDLE_PLANS_BEFORE_FAILING = 2
 
 
 class EngineCore:
-    """Owns every request and drives the plugins. Use ``assemble`` to build one from a configuration.
-
-    Attributes:
-        running: requests that hold pages, in order of admission.
-        waiting: the queue.
-        requests: all live requests by id.
-    """
+    """Owns every request and drives the plugins. Use ``assemble`` to build one from a configuration."""
 
     def __init__(
         self,
@@ -56,29 +52,44 @@ class EngineCore:
         self.kv = kv
         self.executor = executor
         self.counters = Counters()
-        self.running: list[Request] = []
-        self.waiting = WaitingQueue()
-        self.parked: dict[str, Request] = {}
-        self.requests: dict[str, Request] = {}
+        self.roster = Roster(limits, model, clock)
         self.pool = PagePool(limits.num_pages, limits.page_size)
         self.hooks = HookBus([scheduler, kv, *connectors, *policies])
         self._plugins = [executor, kv, scheduler, *connectors, *policies]
         self._audit = audit_every_step
-        self._clock = clock
         self._description = dict(description or {})
         self._in_flight: tuple[Plan, Step] | None = None
         self._last: Plan | None = None
         self._memo: dict[str, int] = {}
         self._idle_plans = 0
-        self._arrivals = 0
         self._outbox: list[Delta] = []
-        self._wishes: list[Transfer] = []
-        self._transfers: dict[str, Transfer] = {}
+        self._transfers = TransferBook(self.pool)
+        self._results = ResultApplier(limits, kv, self.counters)
         context = Context(limits=limits, pool=self.pool, model=model)
         for plugin in self._plugins:
             plugin.start(context)
 
     # ---- requests
+
+    @property
+    def running(self) -> list[Request]:
+        """Requests that hold pages, in order of admission."""
+        return self.roster.running
+
+    @property
+    def waiting(self) -> WaitingQueue:
+        """The queue."""
+        return self.roster.waiting
+
+    @property
+    def parked(self) -> dict[str, Request]:
+        """Requests that are not ready, by id."""
+        return self.roster.parked
+
+    @property
+    def requests(self) -> dict[str, Request]:
+        """All live requests by id."""
+        return self.roster.live
 
     def add(
         self,
@@ -99,47 +110,24 @@ class EngineCore:
             InvalidRequest: names the field and the limit; nothing is queued.
             QueueFull: the bounded queue has no room.
         """
-        params = params or SamplingParams()
-        max_total = validate(tokens, params, self.limits)
-        if request_id is not None and request_id in self.requests:
-            raise InvalidRequest("request_id", f"{request_id!r} is in use by a live request")
-        if len(self.waiting) + len(self.parked) >= self.limits.max_waiting:
-            raise QueueFull(f"{self.limits.max_waiting} requests are waiting, the most that may")
-        self._arrivals += 1
-        request = Request(
-            id=request_id if request_id is not None else f"r{self._arrivals}",
-            tokens=list(tokens),
-            num_prompt=len(tokens),
-            params=params,
-            max_total=max_total,
-            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.model.eos_ids),
-            namespace=namespace_digest(self.model.fingerprint, adapter, salt),
+        request = self.roster.create(
+            tokens,
+            params or SamplingParams(),
+            request_id=request_id,
             priority=priority,
-            arrival=self._clock() if arrival is None else arrival,
-            arrival_index=self._arrivals,
-            metadata=dict(metadata or {}),
-            parked_on=set(parked_on),
+            salt=salt,
+            adapter=adapter,
+            arrival=arrival,
+            metadata=metadata,
+            parked_on=parked_on,
         )
-        self.requests[request.id] = request
         self.counters.accepted += 1
         self.counters.prompt_tokens += request.num_prompt
-        if request.parked_on:
-            request.state = State.PARKED
-            self.parked[request.id] = request
-        else:
-            self.waiting.push(request)
         return request
 
     def ready(self, request_id: str, what: str) -> None:
         """``what`` a parked request waited for is there; when nothing is missing it joins the queue. Idempotent."""
-        request = self.parked.get(request_id)
-        if request is None:
-            return
-        request.parked_on.discard(what)
-        if not request.parked_on:
-            del self.parked[request_id]
-            request.state = State.WAITING
-            self.waiting.push(request)
+        self.roster.ready(request_id, what)
 
     def abort(self, request_id: str, finish: Finish = Finish.ABORT, detail: str | None = None) -> bool:
         """End a request now, whatever its state; its pages return at once. Idempotent: False if it had ended."""
@@ -154,20 +142,11 @@ class EngineCore:
         self._end_now(request, Finish.ERROR, detail)
 
     def _end_now(self, request: Request, finish: Finish, detail: str | None) -> None:
-        if request.state is State.RUNNING:
-            self.running.remove(request)
-        self.waiting.remove((request,))
-        self.parked.pop(request.id, None)
-        self._finish(request, finish, detail)
+        self.roster.withdraw(request)
+        end_request(request, finish, detail, self.counters)
         self.scheduler.on_end(request)
         self._let_go(request)
-        self._outbox.append(self._delta(request, ()))
-
-    def _finish(self, request: Request, finish: Finish, detail: str | None) -> None:
-        request.state = State.FINISHED
-        request.finish = finish
-        request.detail = detail
-        self.counters.ended(finish)
+        self._outbox.append(delta(request, ()))
 
     def _let_go(self, request: Request) -> None:
         """Return all that a finished request holds. Content that was computed may stay cached."""
@@ -176,7 +155,7 @@ class EngineCore:
         request.in_flight = 0
         request.epoch += 1
         request.table_version += 1
-        del self.requests[request.id]
+        self.roster.forget(request)
         self.executor.forget(request)
 
     # ---- the step
@@ -184,7 +163,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether ``step`` has something to do. Parked requests alone are no work."""
-        return bool(self.running or len(self.waiting) or self._outbox or self._transfers or self._wishes)
+        return bool(self.running or len(self.waiting) or self._outbox or self._transfers)
 
     def step(self) -> list[Delta]:
         """Plan, execute, commit; returns what is new for each request. A failing executor fails its plan's requests.
@@ -243,92 +222,14 @@ class EngineCore:
         if self._in_flight is None or self._in_flight[0] is not plan or len(outcome.tokens) != len(plan.requests):
             raise InvariantViolation("a plan commits only with its own outcome, row by row")
         self._in_flight = None
-        finished, dropped = self._apply(outcome)
-        outcome.finished = tuple(finished)
-        outcome.dropped = tuple(dropped)
-        if finished:
-            self.running = [request for request in self.running if request.state is State.RUNNING]
+        self._results.apply(outcome, self._outbox)
+        if outcome.finished:
+            self.roster.sweep()
         self.hooks.tell_commit(outcome)
-        for request in finished:
+        for request in outcome.finished:
             self._let_go(request)
         if self._audit:
             self.check()
-
-    def _apply(self, outcome: Outcome) -> tuple[list[Request], list[int]]:
-        plan, errors = outcome.plan, outcome.errors
-        finished: list[Request] = []
-        dropped: list[int] = []
-        publish = self.kv.publish_when != "planned"
-        computed = output = 0
-        outbox, vocab, pool_tokens = self._outbox, self.limits.vocab_size, self.limits.pool_tokens
-        rows = zip(plan.requests, plan.epochs, plan.counts, outcome.tokens, strict=True)
-        for row, (request, epoch, count, tokens) in enumerate(rows):
-            if request.epoch != epoch:
-                dropped.append(row)
-                continue
-            computed += count
-            request.in_flight -= count
-            request.computed += count
-            if publish:
-                self._publish(request, count)
-            if errors and row in errors:
-                self._finish(request, Finish.ERROR, errors[row])
-                tokens = ()
-            elif not tokens:
-                continue
-            elif len(tokens) == 1 and 0 <= (token := tokens[0]) < vocab and token not in request.stop_ids:
-                # The steady state: one token that can only end the request by its length.
-                known = request.tokens
-                known.append(token)
-                output += 1
-                if len(known) >= request.max_total or len(known) > pool_tokens:
-                    self._finish_by_length(request)
-            else:
-                tokens = self._append(request, tokens)
-                output += len(tokens)
-            if request.finish is not None:
-                finished.append(request)
-            outbox.append(self._delta(request, tokens))
-        self.counters.computed_tokens += computed
-        self.counters.output_tokens += output
-        self.counters.late_results += len(dropped)
-        return finished, dropped
-
-    def _append(self, request: Request, tokens: Sequence[int]) -> Sequence[int]:
-        """Append sampled tokens until one ends the request; returns those that count."""
-        known, vocab = request.tokens, self.limits.vocab_size
-        for number, token in enumerate(tokens, 1):
-            if not 0 <= token < vocab:
-                self._finish(request, Finish.ERROR, f"the executor sampled token {token} outside the vocabulary")
-                tokens = tokens[: number - 1]
-                break
-            known.append(token)
-            if token in request.stop_ids and request.num_output >= request.params.min_tokens:
-                self._finish(request, Finish.STOP, str(token))
-            elif len(known) >= request.max_total or len(known) > self.limits.pool_tokens:
-                self._finish_by_length(request)
-            else:
-                continue
-            tokens = tokens[:number]
-            break
-        return tokens
-
-    def _finish_by_length(self, request: Request) -> None:
-        """The request may not grow: its own limit, or the whole pool does not hold its next token's KV."""
-        self._finish(request, Finish.LENGTH, None if request.num_tokens >= request.max_total else "kv_capacity")
-
-    def _publish(self, request: Request, count: int) -> None:
-        """Publish committed tokens, where a page was completed (and, for ``prefilled`` caches, by a prefill)."""
-        size = self.limits.page_size
-        upto = request.computed
-        if upto // size == (upto - count) // size:
-            return
-        if self.kv.publish_when == "prefilled" and upto > request.prefill_target:
-            return
-        pages = self.kv.publish(request, upto).pages
-        if pages is not None:
-            request.pages = pages
-            request.table_version += 1
 
     def fail_step(self, plan: Plan, why: str) -> None:
         """The plan in flight was not computed: un-publish what it published, end its requests with an error."""
@@ -374,29 +275,25 @@ class EngineCore:
 
     def enter(self, request: Request, hit: int) -> None:
         """The request starts: it holds pages and ``hit`` tokens of it need no computing."""
-        self.waiting.remove((request,))
-        request.state = State.RUNNING
+        self.roster.start(request)
         request.computed = hit
         request.prefill_target = request.num_tokens
         request.table_version += 1
         if request.preemptions == 0:
             request.cached_tokens = hit
         self.counters.cached_tokens += hit
-        self.running.append(request)
 
     def give_up(self, request: Request, *, front: bool) -> None:
         """The request is preempted: it lets go of its pages, keeps its output, and waits again."""
         self.counters.recomputed_tokens += request.computed
         self.kv.release(request, keep=0)
-        self.running.remove(request)
+        self.roster.requeue(request, front=front)
         request.pages = []
         request.computed = 0
         request.in_flight = 0
         request.epoch += 1
         request.table_version += 1
         request.preemptions += 1
-        request.state = State.WAITING
-        self.waiting.push(request, front=front)
         self.scheduler.on_preempt(request)
 
     def choose_victim(self, step: Step, needy: Request | None) -> Request | None:
@@ -428,26 +325,16 @@ class EngineCore:
 
     def transfer(self, wish: Transfer) -> None:
         """Ask the connectors to move KV; the pages stay fenced until an event ends the transfer."""
-        if wish.id in self._transfers:
-            raise EngineError(f"transfer {wish.id!r} is open already")
-        self.pool.fence(wish.pages)
-        self._transfers[wish.id] = wish
-        self._wishes.append(wish)
+        self._transfers.ask(wish)
 
     def _move(self) -> None:
         if not self._transfers:
             return
-        wishes, self._wishes = self._wishes, []
-        for event in self.hooks.ask_transfer(wishes):
-            self._on_event(event)
-
-    def _on_event(self, event: TransferEvent) -> None:
-        wish = self._transfers.pop(event.transfer_id, None)
-        if wish is None:
-            self.counters.stray_events += 1
-            return
-        self.pool.unfence(wish.pages)
-        self.ready(wish.request_id, f"transfer {wish.id}")
+        events = self.hooks.ask_transfer(self._transfers.take_wishes())
+        ended, stray = self._transfers.settle(events)
+        self.counters.stray_events += stray
+        for wish in ended:
+            self.ready(wish.request_id, f"transfer {wish.id}")
 
     # ---- to look at
 
@@ -493,13 +380,6 @@ class EngineCore:
             plugin.close()
 
     # ---- inside
-
-    def _delta(self, request: Request, tokens: Sequence[int]) -> Delta:
-        num_prompt = request.num_prompt
-        return Delta(
-            request.id, tuple(tokens), request.finish, request.detail, request.cached_tokens, num_prompt,
-            len(request.tokens) - num_prompt,
-        )  # fmt: skip
 
     def _break_stall(self) -> None:
         """Work exists, nothing runs, and asking again did not help: end one request rather than hang in silence."""

@@ -1,0 +1,113 @@
+"""The roster: every live request, and the one place where each of them stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from engine.core.errors import InvalidRequest, QueueFull
+from engine.core.identity import namespace_digest
+from engine.core.protocols import Limits, ModelInfo
+from engine.core.queue import WaitingQueue
+from engine.core.request import Request, SamplingParams, State
+from engine.core.validate import validate
+
+
+class Roster:
+    """Live requests by id, and in one of three places: running (in order of admission), waiting, parked."""
+
+    def __init__(self, limits: Limits, model: ModelInfo, clock: Callable[[], float]) -> None:
+        self.running: list[Request] = []
+        self.waiting = WaitingQueue()
+        self.parked: dict[str, Request] = {}
+        self.live: dict[str, Request] = {}
+        self._limits = limits
+        self._model = model
+        self._clock = clock
+        self._arrivals = 0
+
+    def create(
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None,
+        priority: int,
+        salt: str,
+        adapter: str,
+        arrival: float | None,
+        metadata: Mapping[str, Any] | None,
+        parked_on: Iterable[str],
+    ) -> Request:
+        """Validate and place a new request. Mutates. Raises ``InvalidRequest`` or ``QueueFull``."""
+        max_total = validate(tokens, params, self._limits)
+        if request_id is not None and request_id in self.live:
+            raise InvalidRequest("request_id", f"{request_id!r} is in use by a live request")
+        if len(self.waiting) + len(self.parked) >= self._limits.max_waiting:
+            raise QueueFull(f"{self._limits.max_waiting} requests are waiting, the most that may")
+        self._arrivals += 1
+        request = Request(
+            id=self._unused_id() if request_id is None else request_id,
+            tokens=list(tokens),
+            num_prompt=len(tokens),
+            params=params,
+            max_total=max_total,
+            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._model.eos_ids),
+            namespace=namespace_digest(self._model.fingerprint, adapter, salt),
+            priority=priority,
+            arrival=self._clock() if arrival is None else arrival,
+            arrival_index=self._arrivals,
+            metadata=dict(metadata or {}),
+            parked_on=set(parked_on),
+        )
+        self.live[request.id] = request
+        if request.parked_on:
+            request.state = State.PARKED
+            self.parked[request.id] = request
+        else:
+            self.waiting.push(request)
+        return request
+
+    def ready(self, request_id: str, what: str) -> None:
+        """``what`` a parked request waited for is there; when nothing is missing it joins the queue. Idempotent."""
+        request = self.parked.get(request_id)
+        if request is None:
+            return
+        request.parked_on.discard(what)
+        if not request.parked_on:
+            del self.parked[request_id]
+            request.state = State.WAITING
+            self.waiting.push(request)
+
+    def start(self, request: Request) -> None:
+        """From the queue to those that run. Mutates."""
+        self.waiting.remove((request,))
+        request.state = State.RUNNING
+        self.running.append(request)
+
+    def requeue(self, request: Request, *, front: bool) -> None:
+        """From those that run back to the queue. Mutates."""
+        self.running.remove(request)
+        request.state = State.WAITING
+        self.waiting.push(request, front=front)
+
+    def withdraw(self, request: Request) -> None:
+        """Take a request from wherever it stands; it stays live until ``forget``. Mutates."""
+        if request.state is State.RUNNING:
+            self.running.remove(request)
+        self.waiting.remove((request,))
+        self.parked.pop(request.id, None)
+
+    def sweep(self) -> None:
+        """Drop those that ended from the running. Mutates."""
+        self.running = [request for request in self.running if request.state is State.RUNNING]
+
+    def forget(self, request: Request) -> None:
+        """The request is no longer live. Mutates."""
+        del self.live[request.id]
+
+    def _unused_id(self) -> str:
+        number = self._arrivals
+        while f"r{number}" in self.live:
+            number += 1
+        return f"r{number}"
