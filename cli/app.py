@@ -1,0 +1,69 @@
+"""The command line as a whole: its commands, and what they have in common."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from typing import Annotated, Any
+
+import typer
+
+from engine.cli import doctor, generate, plugins, serve
+from engine.cli.flags import split_dotted
+from engine.core.errors import EngineError
+
+EXIT_REFUSED = 2
+TAKES_PLUGIN_OPTIONS = {"serve": serve.serve, "generate": generate.generate, "doctor": doctor.doctor}
+TAKES_NONE = {"plugins": plugins.plugins}
+
+
+def build() -> typer.Typer:
+    """The application with all its commands."""
+    app = typer.Typer(
+        name="engine", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+        help="An LLM serving engine made of plugins.",
+    )  # fmt: skip
+    app.callback()(_common)
+    for name, command in {**TAKES_PLUGIN_OPTIONS, **TAKES_NONE}.items():
+        app.command(name)(_clean(command))
+    return app
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Run the command line; ends the process."""
+    plain, dotted = split_dotted(arguments)
+    build()(args=plain, prog_name="engine", obj=dotted)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"sixhooks {version('sixhooks')}")
+        raise typer.Exit
+
+
+def _common(
+    ctx: typer.Context,
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    if ctx.obj and ctx.invoked_subcommand not in TAKES_PLUGIN_OPTIONS:
+        raise typer.BadParameter(f"'{ctx.invoked_subcommand}' takes no plugin options such as --{next(iter(ctx.obj))}")
+
+
+def _clean(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Errors that we raise on purpose are one line for people, not a traceback."""
+
+    @functools.wraps(command)
+    def wrapper(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except EngineError as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise typer.Exit(EXIT_REFUSED) from error
+        except KeyboardInterrupt as error:
+            raise typer.Exit(130) from error
+
+    return wrapper

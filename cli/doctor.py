@@ -1,0 +1,152 @@
+"""``engine doctor``: is everything here that a server with this configuration needs?"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
+
+import typer
+
+from engine.cli.flags import with_config
+from engine.core.config import EngineConfig, LoadedConfig, parse_bytes
+from engine.core.errors import EngineError
+
+NEEDED = (
+    *("torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy", "pydantic", "pluggy", "pyzmq", "msgspec"),
+    *("fastapi", "uvicorn", "prometheus-client", "typer", "rich"),
+)
+OPTIONAL = {
+    "triton": "GPU kernels",
+    "flashinfer-python": "GPU attention",
+    "nixl": "KV transfer",
+    "uvloop": "faster HTTP",
+}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class Finding(NamedTuple):
+    """One line: ``ok``, ``missing`` (a server would not start), or ``absent`` (optional)."""
+
+    status: str
+    name: str
+    words: str
+
+
+@with_config()
+def doctor(*, loaded: LoadedConfig) -> None:
+    """Check versions, devices, plugins, model and page budget. Exit code 1 if something needed is missing."""
+    config = loaded.config
+    findings = [*packages(), *guarded("devices", devices), *plugins(config)]
+    findings += guarded("model", lambda: model(config))
+    for finding in findings:
+        mark = {"ok": "ok     ", "absent": "absent ", "missing": "MISSING"}[finding.status]
+        typer.echo(f"{mark} {finding.name:<20} {finding.words}")
+    missing = [finding.name for finding in findings if finding.status == "missing"]
+    if missing:
+        typer.echo(f"not ready: {', '.join(missing)}", err=True)
+        raise typer.Exit(1)
+    typer.echo("ready: engine serve")
+
+
+def guarded(name: str, check: Callable[[], Iterator[Finding]]) -> list[Finding]:
+    """The findings of a check; what it raised is a finding too."""
+    try:
+        return list(check())
+    except (EngineError, ImportError, OSError) as error:
+        return [Finding("missing", name, str(error))]
+
+
+def packages() -> Iterator[Finding]:
+    """Versions, read from metadata: nothing is imported."""
+    yield Finding("ok", "python", f"{platform.python_version()} ({platform.platform(terse=True)})")
+    yield Finding("ok", "sixhooks", version("sixhooks"))
+    for name in NEEDED:
+        found = _version(name)
+        yield Finding("ok", name, found) if found else Finding("missing", name, f"pip install {name}")
+    for name, purpose in OPTIONAL.items():
+        found = _version(name)
+        yield Finding("ok", name, found) if found else Finding("absent", name, f"optional: {purpose}")
+
+
+def devices() -> Iterator[Finding]:
+    """What could compute."""
+    yield Finding("ok", "cpu", f"{os.cpu_count()} cores, {platform.machine()}")
+    if importlib.util.find_spec("torch") is None:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        yield Finding("absent", "gpu", "none visible to torch")
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        yield Finding("ok", f"gpu {index}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB")
+
+
+def plugins(config: EngineConfig) -> Iterator[Finding]:
+    """Whether each selected plugin can be imported and takes its options."""
+    from engine.core.registry import Registry, build
+
+    registry = Registry()
+    roles = ["scheduler", "kvcache", "executor", "frontend"] + (
+        ["attention"] if config.executor.name == "torch" else []
+    )
+    selected = [(role, getattr(config, role)) for role in roles]
+    selected += [("policy", selection) for selection in config.policies]
+    selected += [("connector", selection) for selection in config.connectors]
+    for role, selection in selected:
+        try:
+            found = registry.select(role, selection.name)
+            build(found, selection).close()
+            yield Finding("ok", role, f"{selection.name} ({found.distribution} {found.version})".strip())
+        except EngineError as error:
+            yield Finding("missing", role, str(error))
+
+
+def model(config: EngineConfig) -> Iterator[Finding]:
+    """Where the model is, and how many tokens of KV fit into the configured memory."""
+    if config.executor.name == "sim":
+        yield Finding("ok", "model", "simulated: no files needed")
+        return
+    from engine.core.models.source import resolve
+
+    source = resolve(config.model)
+    yield Finding("ok", "model", f"{source.served_name} ({source.kind}, {source.path})")
+    shape = read_config(source.kind, source.path)
+    heads = shape.get("num_key_value_heads") or shape["num_attention_heads"]
+    head_dim = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
+    item = ITEM_BYTES[config.executor.options.get("dtype", "float32")]
+    token_bytes = 2 * shape["num_hidden_layers"] * heads * head_dim * item
+    pages = config.num_pages or parse_bytes(config.kv_memory) // (token_bytes * config.page_size)
+    words = (
+        f"{pages} pages x {config.page_size} tokens = {pages * config.page_size} tokens ({token_bytes} bytes a token)"
+    )
+    length = config.max_model_len or shape.get("max_position_embeddings", 0)
+    if pages * config.page_size < 2:
+        yield Finding("missing", "KV pages", f"{words}: raise kv_memory or num_pages")
+    elif pages * config.page_size < length:
+        yield Finding("ok", "KV pages", f"{words}; less than one request of {length} tokens: raise kv_memory")
+    else:
+        yield Finding("ok", "KV pages", words)
+
+
+def read_config(kind: str, path: Any) -> dict[str, Any]:
+    """The model's shape under the names that Hugging Face uses. Raises ``ModelError``."""
+    if kind == "gguf":
+        from engine.core.models.gguf_file import GGUFFile
+        from engine.core.models.gguf_llama import hf_config
+
+        return hf_config(GGUFFile(path))
+    from engine.core.models.hf_dir import read_json
+
+    return read_json(path / "config.json")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

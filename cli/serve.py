@@ -1,0 +1,46 @@
+"""``engine serve``: the HTTP server."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from engine.cli.flags import chosen, with_config
+from engine.core.config import LoadedConfig
+
+
+@with_config()
+def serve(
+    *,
+    loaded: LoadedConfig,
+    in_process: Annotated[
+        bool, typer.Option("--in-process", help="Engine in a thread, not a process of its own.")
+    ] = False,
+    heartbeat_timeout: Annotated[float, typer.Option(help="Seconds without a sign of life: the engine is dead.")] = 5.0,
+    step_timeout: Annotated[float, typer.Option(help="Seconds without a finished step: the engine is stuck.")] = 120.0,
+) -> None:
+    """Serve a model over HTTP. Plugin options: --scheduler.chunked-prefill-size 512, --frontend.max-body-bytes N, …"""
+    from engine.core.protocols import Frontend
+    from engine.core.registry import Registry, build
+    from engine.core.serve.client import AsyncEngine
+
+    config = loaded.config
+    frontend = build(Registry().select("frontend", config.frontend.name), config.frontend)
+    assert isinstance(frontend, Frontend)
+    typer.echo(f"loading {config.model} …")
+    engine = AsyncEngine.launch(
+        config, in_process=in_process, heartbeat_timeout=heartbeat_timeout, step_timeout=step_timeout
+    )
+    try:
+        for line in chosen(loaded, engine.description):
+            typer.echo(line)
+        typer.echo(f"core       {'in this process' if engine.pid is None else f'process {engine.pid}'}")
+        code = frontend.serve(engine, host=config.host, port=config.port, api_key=config.api_key)
+        health = engine.health()
+    finally:
+        frontend.close()
+        engine.shutdown()
+    if not health.ok:
+        typer.echo(f"error: the engine died: {health.cause}", err=True)
+    raise typer.Exit(code)

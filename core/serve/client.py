@@ -1,0 +1,299 @@
+"""``AsyncEngine``: an engine core, in a process or a thread of its own, behind one asynchronous face."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from engine.core.config import EngineConfig
+from engine.core.errors import EngineDead, EngineError, InvalidRequest, QueueFull
+from engine.core.outputs import Chunk, Completion
+from engine.core.protocols import Limits, ModelInfo
+from engine.core.request import SamplingParams
+from engine.core.serve.ledger import Ledger
+from engine.core.serve.link import Link
+from engine.core.serve.messages import Abort, Add, AskStats, Event, Outputs, Refused, Stats, Submit
+from engine.core.serve.streams import Gather, Group, Stream
+from engine.core.serve.text import encode, find_tokenizer, text_of
+from engine.core.serve.watchdog import Watchdog
+from engine.core.validate import validate
+
+if TYPE_CHECKING:
+    from engine.core.models.tokenizer import Tokenizer
+
+HEARTBEAT_TIMEOUT = 5.0
+STEP_TIMEOUT = 120.0
+STATS_SECONDS = 10.0  # a long step answers when it ends
+LONG_TEXT = 4096  # characters; longer text is tokenised in a thread, so that the event loop stays quick
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One request to submit. ``request_id`` is the caller's name for it: not unique, only echoed and abortable."""
+
+    tokens: list[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    request_id: str | None = None
+    priority: int = 0
+    salt: str = ""
+    metadata: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """``ok`` is False once the engine is gone, with the ``cause``; it does not come back."""
+
+    ok: bool
+    cause: str | None
+    open_requests: int
+
+
+class AsyncEngine:
+    """An engine core and the requests that are open on it.
+
+    Start it with ``await AsyncEngine.start(config)`` (or ``launch`` from synchronous code), end it with ``close``.
+    Every request gets an internal id of its own. When the core dies, every open request raises ``EngineDead`` and new
+    ones are refused with it: nothing hangs. Methods belong to one event loop, that of the first request.
+
+    Attributes:
+        config: what it was started with.
+        limits: what every request must obey.
+        model: what is served.
+        tokenizer: of the served model; ``None`` where the simulated model has none.
+        description: what was chosen (plugins, pages, limits).
+        ledger: what is open, and counts of what was accepted and how it ended.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.limits: Limits
+        self.model: ModelInfo
+        self.tokenizer: Tokenizer | None = None
+        self.description: dict[str, Any] = {}
+        self.ledger = Ledger()
+        self._link: Link
+        self._numbers = itertools.count(1)
+        self._prefix = secrets.token_hex(4)
+        self._asked: dict[int, asyncio.Future[dict[str, int | float]]] = {}
+
+    # ---- life
+
+    @classmethod
+    async def start(
+        cls,
+        config: EngineConfig | None = None,
+        *,
+        in_process: bool = False,
+        heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
+        step_timeout: float = STEP_TIMEOUT,
+    ) -> AsyncEngine:
+        """``launch`` without blocking the event loop."""
+        return await asyncio.to_thread(
+            cls.launch, config, in_process=in_process, heartbeat_timeout=heartbeat_timeout, step_timeout=step_timeout
+        )
+
+    @classmethod
+    def launch(
+        cls,
+        config: EngineConfig | None = None,
+        *,
+        in_process: bool = False,
+        heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
+        step_timeout: float = STEP_TIMEOUT,
+    ) -> AsyncEngine:
+        """Start the core and wait until its model is loaded.
+
+        Args:
+            in_process: a thread of this process instead of a child process (simpler to debug, shares the interpreter).
+            heartbeat_timeout: seconds without a sign of life after which the child counts as dead.
+            step_timeout: seconds after which a step that does not end counts as a stall.
+
+        Raises:
+            ConfigError, PluginError, ModelError: as the core raised them.
+            EngineDead: the core ended while it was loading.
+        """
+        engine = cls(config or EngineConfig.model_validate({}))
+        if in_process:  # a thread that loads a model cannot be stopped: find the tokenizer, or fail, before it starts
+            engine.tokenizer = find_tokenizer(engine.config)
+        engine._link = Link(
+            engine.config, Watchdog(heartbeat_timeout, step_timeout), in_process=in_process,
+            on_event=engine._on_event, on_death=engine._fail_all,
+        )  # fmt: skip
+        try:
+            if not in_process:  # while the child loads
+                engine.tokenizer = find_tokenizer(engine.config)
+            ready = engine._link.wait()
+        except BaseException:
+            engine.shutdown()
+            raise
+        engine.limits, engine.model, engine.description = ready.limits, ready.model, ready.description
+        return engine
+
+    def shutdown(self) -> None:
+        """Stop the core and free everything; requests that are still open raise ``EngineDead``. Idempotent."""
+        self._link.close()
+
+    async def close(self) -> None:
+        """``shutdown`` without blocking the event loop."""
+        await asyncio.to_thread(self.shutdown)
+
+    async def __aenter__(self) -> AsyncEngine:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def health(self) -> Health:
+        """Whether the core lives and gets on. Never waits."""
+        return Health(self._link.cause is None, self._link.cause, len(self.ledger))
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the core; ``None`` where it runs in a thread of this process."""
+        return self._link.pid
+
+    # ---- requests
+
+    async def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``; long text is tokenised in a thread. Raises ``InvalidRequest``."""
+        if len(text) > LONG_TEXT:
+            return await asyncio.to_thread(encode, self.tokenizer, text, self.limits)
+        return encode(self.tokenizer, text, self.limits)
+
+    def submit_many(self, asks: Sequence[Ask], *, checked: bool = False) -> Group:
+        """Submit requests as one: all are accepted, or none is and the error says why.
+
+        Args:
+            checked: they went through ``validate`` already (in a thread, for long prompts).
+
+        Raises:
+            InvalidRequest: one of them breaks a limit, or there are more than could ever be open.
+            QueueFull: there is no room for all of them now.
+            EngineDead: there is no engine any more.
+        """
+        for ask in () if checked else asks:
+            validate(ask.tokens, ask.params, self.limits)
+        capacity = self.limits.max_waiting + self.limits.max_running
+        if len(asks) > capacity:
+            raise InvalidRequest("n", f"{len(asks)} sequences in one request, at most {capacity} can be open")
+        self._link.check()
+        if len(self.ledger) + len(asks) > capacity:
+            raise QueueFull(f"{len(self.ledger)} requests are open, at most {capacity} may be: try again later")
+        self._bind()
+        group = Group(self._leave)
+        adds = [self._accept(group, index, ask) for index, ask in enumerate(asks)]
+        self._link.send(Submit(adds))
+        return group
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        salt: str = "",
+        metadata: Mapping[str, Any] | None = None,
+    ) -> AsyncIterator[Chunk]:
+        """Stream one request. Closing or cancelling the iterator ends the request in the engine.
+
+        A request that the engine could not go on with ends with finish reason ``error`` and its diagnosis in
+        ``detail``.
+
+        Raises:
+            InvalidRequest, QueueFull, EngineDead: as ``submit_many``; ``EngineDead`` also in the middle.
+        """
+        tokens = await self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        ask = Ask(
+            tokens=tokens, params=params or SamplingParams(), request_id=request_id, priority=priority, salt=salt,
+            metadata=metadata,
+        )  # fmt: skip
+        group = self.submit_many([ask])
+        try:
+            async for _, chunk in group:
+                yield chunk
+        finally:
+            group.abort()
+
+    async def complete(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, **options: Any
+    ) -> Completion:
+        """``generate`` to its end, as one completion."""
+        gather = Gather()
+        async for chunk in self.generate(prompt, params, **options):
+            completion = gather.add(chunk)
+            if completion is not None:
+                return completion
+        raise EngineError("the stream ended without a finish reason")
+
+    def abort(self, request_id: str) -> int:
+        """End every open request that was submitted under this id, with finish ``abort``. Returns how many."""
+        found = self.ledger.under(request_id)
+        self._leave(found)
+        return len(found)
+
+    async def stats(self) -> dict[str, int | float]:
+        """Counters and gauges of the core at this moment. Raises ``EngineDead``, or ``EngineError`` if a
+        step takes so long that it does not answer."""
+        self._link.check()
+        self._bind()
+        number = next(self._numbers)
+        future: asyncio.Future[dict[str, int | float]] = asyncio.get_running_loop().create_future()
+        self._asked[number] = future
+        self._link.send(AskStats(number))
+        try:
+            async with asyncio.timeout(STATS_SECONDS):
+                return await future
+        except TimeoutError as error:
+            raise EngineError(f"the engine did not answer within {STATS_SECONDS:g} s") from error
+        finally:
+            self._asked.pop(number, None)
+
+    # ---- inside
+
+    def _accept(self, group: Group, index: int, ask: Ask) -> Add:
+        request_id = f"{self._prefix}-{next(self._numbers)}"
+        stream = Stream(
+            request_id, len(ask.tokens), ask.params, text_of(self.tokenizer, ask.params),
+            external_id=ask.request_id, wake=group.waker(index),
+        )  # fmt: skip
+        group.add(stream)
+        self.ledger.enter(stream)
+        metadata = dict(ask.metadata) if ask.metadata is not None else None
+        return Add(request_id, list(ask.tokens), ask.params, ask.priority, ask.salt, metadata)
+
+    def _leave(self, streams: Sequence[Stream]) -> None:
+        """Nobody wants these any more. Sends and returns: safe in a handler that is being cancelled."""
+        gone = self.ledger.leave(streams)
+        if gone:
+            self._link.send(Abort(gone))
+
+    def _bind(self) -> None:
+        if self._link.bind(busy=len(self.ledger) > 0):
+            self._leave(list(self.ledger.open.values()))  # left behind by a loop that was closed
+
+    def _on_event(self, event: Event) -> None:
+        match event:
+            case Outputs(deltas=deltas):
+                for abort in self.ledger.deliver(deltas):
+                    self._link.send(abort)
+            case Stats(number=number, values=values):
+                future = self._asked.get(number)
+                if future is not None and not future.done():
+                    future.set_result(values)
+            case Refused(request_id=request_id, field=name, message=message):
+                stream = self.ledger.open.get(request_id)
+                if stream is not None:
+                    self.ledger.fail([stream], InvalidRequest(name, message))
+
+    def _fail_all(self) -> None:
+        words = self._link.cause or "the engine is gone"
+        for stream in list(self.ledger.open.values()):
+            self.ledger.fail([stream], EngineDead(words))  # each its own: a traceback grows where it is raised
+        for future in self._asked.values():
+            if not future.done():
+                future.set_exception(EngineDead(words))

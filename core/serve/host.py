@@ -1,0 +1,152 @@
+"""The loop around an engine core: take commands, step while there is work, send what came of it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from engine.core.errors import InvalidRequest, QueueFull
+from engine.core.plan import Delta
+from engine.core.request import Finish, SamplingParams
+from engine.core.serve.messages import Abort, Add, AskStats, Command, Event, Outputs, Refused, Shutdown, Stats, Submit
+
+
+class Core(Protocol):
+    """The part of ``engine.core.loop.EngineCore`` that serving needs."""
+
+    @property
+    def has_work(self) -> bool:
+        """True while a step could bring news."""
+
+    def add(
+        self,
+        tokens: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        salt: str = "",
+        metadata: dict[str, Any] | None = None,
+    ) -> Any:
+        """Queue a request. Raises ``InvalidRequest`` or ``QueueFull``."""
+
+    def abort(self, request_id: str, finish: Finish = Finish.ABORT, detail: str | None = None) -> bool:
+        """End a request."""
+
+    def step(self) -> list[Delta]:
+        """Plan, execute and commit once."""
+
+    def stats(self) -> dict[str, int | float]:
+        """Counters and gauges."""
+
+
+class Intake:
+    """Feeds a core without overflowing its queue: what does not fit waits here, in order.
+
+    A group of requests is accepted as a whole by whoever counts them (the client); the core's queue may be shorter
+    than the group, because nothing has been admitted yet.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._backlog: deque[Add] = deque()
+
+    def __len__(self) -> int:
+        return len(self._backlog)
+
+    def put(self, items: Sequence[Add]) -> None:
+        """Accept requests; ``pump`` hands them on."""
+        self._backlog.extend(items)
+
+    def cancel(self, request_id: str) -> bool:
+        """Forget a request that has not reached the core. Idempotent."""
+        for item in self._backlog:
+            if item.request_id == request_id:
+                self._backlog.remove(item)
+                return True
+        return False
+
+    def pump(self) -> list[tuple[Add, InvalidRequest]]:
+        """Hand on what the core's queue has room for. Returns those that the core refused, with its words."""
+        refused: list[tuple[Add, InvalidRequest]] = []
+        while self._backlog:
+            item = self._backlog[0]
+            try:
+                self._core.add(
+                    item.tokens,
+                    item.params,
+                    request_id=item.request_id,
+                    priority=item.priority,
+                    salt=item.salt,
+                    metadata=item.metadata,
+                )
+            except QueueFull:
+                break  # not an error here: the next step makes room, and the client bounds how many there can be
+            except InvalidRequest as error:
+                refused.append((item, error))
+            self._backlog.popleft()
+        return refused
+
+
+class Host:
+    """Drives one core on behalf of one client. All calls of the core happen in the thread that calls ``run``.
+
+    ``steps`` and ``busy`` may be read by any thread: they are how others see progress.
+    """
+
+    def __init__(self, core: Core, emit: Callable[[Event], None]) -> None:
+        self._core = core
+        self._emit = emit
+        self._intake = Intake(core)
+        self._quiet = False
+        self.steps = 0
+        self.busy = False
+
+    def run(self, take: Callable[[float | None], list[Command]]) -> None:
+        """Serve until ``Shutdown``. Whatever escapes a step escapes here too: it is fatal.
+
+        Args:
+            take: waits up to so many seconds (``None``: for ever) for commands and returns all there are.
+        """
+        while True:
+            for command in take(self._patience()):
+                if isinstance(command, Shutdown):
+                    return
+                self._obey(command)
+            self._advance()
+
+    def _patience(self) -> float | None:
+        if not self.busy:
+            return None
+        # A step without any output may mean that all live requests are parked: look again soon, but do not spin.
+        return 0.001 if self._quiet else 0.0
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Submit(items=items):
+                self._intake.put(items)
+            case Abort(request_ids=ids, finish=finish, detail=detail):
+                for request_id in ids:
+                    if not self._intake.cancel(request_id):
+                        self._core.abort(request_id, finish, detail)
+            case AskStats(number=number):
+                self._emit(Stats(number, self._stats()))
+
+    def _advance(self) -> None:
+        for item, error in self._intake.pump():
+            self._emit(Refused(item.request_id, error.field, error.message))
+        self.busy = self._core.has_work or len(self._intake) > 0
+        if not self.busy:
+            return
+        deltas = self._core.step()
+        self.steps += 1
+        self._quiet = not deltas
+        if deltas:
+            self._emit(Outputs(deltas))
+        self.busy = self._core.has_work or len(self._intake) > 0
+
+    def _stats(self) -> dict[str, int | float]:
+        values = dict(self._core.stats())
+        values["waiting"] = values.get("waiting", 0) + len(self._intake)
+        return values

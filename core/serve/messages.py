@@ -1,0 +1,134 @@
+"""What a client and an engine core say to each other. The same structs in a thread and between processes.
+
+Commands go to the core, events come from it. Between processes they travel as msgpack (msgspec), one struct a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from engine.core.plan import Delta
+from engine.core.protocols import Limits, ModelInfo
+from engine.core.request import Finish, SamplingParams
+
+
+class Add(msgspec.Struct, frozen=True, tag=True):
+    """One request. ``request_id`` is the engine's own id, unique for ever; clients' ids never reach the core."""
+
+    request_id: str
+    tokens: list[int]
+    params: SamplingParams
+    priority: int = 0
+    salt: str = ""
+    metadata: dict[str, Any] | None = None
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """Requests that belong together: they arrive in one message, so that all are queued or none is."""
+
+    items: list[Add]
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """End these requests now. Unknown and finished ids are fine."""
+
+    request_ids: list[str]
+    finish: Finish = Finish.ABORT
+    detail: str | None = None
+
+
+class AskStats(msgspec.Struct, frozen=True, tag=True):
+    """Answered with ``Stats`` of the same number, between two steps."""
+
+    number: int
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """Stop after the step that runs now."""
+
+
+Command = Submit | Abort | AskStats | Shutdown
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The model is loaded and requests may come."""
+
+    limits: Limits
+    model: ModelInfo
+    description: dict[str, Any]
+
+
+class Outputs(msgspec.Struct, frozen=True, tag=True):
+    """What one step brought, for all requests that had news."""
+
+    deltas: list[Delta]
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The core refused a request that the client had accepted."""
+
+    request_id: str
+    field: str
+    message: str
+
+
+class Stats(msgspec.Struct, frozen=True, tag=True):
+    """The core's counters and gauges at one moment."""
+
+    number: int
+    values: dict[str, int | float]
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    """The process lives; ``steps`` finished so far, and whether there is work. Sent by a thread of its own."""
+
+    steps: int
+    busy: bool
+
+
+class Fatal(msgspec.Struct, frozen=True, tag=True):
+    """The core is gone. ``kind`` is the class of the error, ``trace`` its traceback ('' for expected errors)."""
+
+    kind: str
+    message: str
+    trace: str = ""
+
+
+Event = Ready | Outputs | Refused | Stats | Heartbeat | Fatal
+
+
+class Boot(msgspec.Struct, frozen=True):
+    """First line on the child's standard input: where to meet, and the configuration (which may hold secrets)."""
+
+    endpoint_commands: str
+    endpoint_events: str
+    directory: str
+    config: dict[str, Any]
+
+
+def _plain(value: Any) -> Any:
+    """Descriptions hold whatever a plugin put there; what msgpack does not know travels as text."""
+    return dict(value) if isinstance(value, Mapping) else str(value)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+_commands = msgspec.msgpack.Decoder(Command)
+_events = msgspec.msgpack.Decoder(Event)
+
+
+def encode(message: Command | Event) -> bytes:
+    """A message as bytes."""
+    return _encoder.encode(message)
+
+
+def decode_command(data: bytes) -> Command:
+    """The command in ``data``. Raises ``msgspec.ValidationError``."""
+    return _commands.decode(data)
+
+
+def decode_event(data: bytes) -> Event:
+    """The event in ``data``. Raises ``msgspec.ValidationError``."""
+    return _events.decode(data)

@@ -1,0 +1,33 @@
+"""The bodies in ``/openapi.json``. The endpoints parse them themselves (bounded, strict), so FastAPI does not know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+
+from engine.plugins.frontends._openai_schema import ChatRequest, CompletionRequest, Sampling
+
+BODIES: dict[str, type[Sampling]] = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest}
+
+
+def describe_bodies(app: FastAPI) -> None:
+    """Add the request schemas to the application's OpenAPI document."""
+
+    def openapi() -> dict[str, Any]:
+        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        _, schemas = models_json_schema(
+            [(model, "validation") for model in BODIES.values()], ref_template="#/components/schemas/{model}"
+        )
+        document.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
+        for path, model in BODIES.items():
+            reference = {"$ref": f"#/components/schemas/{model.__name__}"}
+            document["paths"][path]["post"]["requestBody"] = {
+                "required": True,
+                "content": {"application/json": {"schema": reference}},
+            }
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]

@@ -1,0 +1,282 @@
+"""The endpoints: read, check, submit, answer."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from engine.core.errors import EngineError, InvalidRequest
+from engine.core.outputs import Chunk, Completion
+from engine.core.serve.client import Ask, AsyncEngine
+from engine.core.serve.streams import Gather, Group
+from engine.core.serve.text import encode
+from engine.core.validate import validate
+from engine.plugins.frontends._errors import HTTPError, as_http, failed
+from engine.plugins.frontends._metrics import Metrics
+from engine.plugins.frontends._openai_answers import Answers, ChatAnswers
+from engine.plugins.frontends._openai_docs import describe_bodies
+from engine.plugins.frontends._openai_schema import ChatRequest, CompletionRequest, Sampling
+from engine.plugins.frontends._wire import ClientGone, EventStream, json_response, read_body, until_gone
+
+log = logging.getLogger(__name__)
+
+LARGE_BODY = 16 * 1024  # bytes; larger ones are parsed, tokenised and checked in a thread
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
+CLIENT_CLOSED = 499
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked request, ready to be submitted."""
+
+    asks: list[Ask]
+    n: int
+    stream: bool
+    with_usage: bool
+
+
+class Routes:
+    """The OpenAI interface of one engine."""
+
+    def __init__(
+        self, engine: AsyncEngine, *, name: str, api_key: str | None, max_body_bytes: int, slow_reader_s: float
+    ) -> None:
+        self.engine = engine
+        self.name = name
+        self.metrics = Metrics()
+        self._names = {name, engine.config.model, engine.model.name}
+        self._key = api_key
+        self._max_body = max_body_bytes
+        self._patience = slow_reader_s
+        self._created = int(time.time())
+
+    def app(self) -> FastAPI:
+        """The ASGI application."""
+        app = FastAPI(title="Sixhooks", version=version("sixhooks"), docs_url=None, redoc_url=None)
+        for path, method, handler, guarded in (
+            ("/v1/chat/completions", "POST", self.chat, True),
+            ("/v1/completions", "POST", self.completions, True),
+            ("/v1/models", "GET", self.models, True),
+            ("/v1/models/{name:path}", "GET", self.model, True),
+            ("/health", "GET", self.health, False),
+            ("/metrics", "GET", self.scrape, False),
+            ("/version", "GET", self.version, False),
+        ):
+            app.add_api_route(
+                path, self._safely(handler, guarded), methods=[method], response_model=None, name=handler.__name__
+            )
+        app.add_exception_handler(HTTPException, self._no_route)
+        describe_bodies(app)
+        return app
+
+    # ---- endpoints
+
+    async def chat(self, request: Request) -> Response:
+        """Answer a conversation."""
+        return await self._generate(request, ChatRequest, ChatAnswers)
+
+    async def completions(self, request: Request) -> Response:
+        """Continue text or token ids."""
+        return await self._generate(request, CompletionRequest, Answers)
+
+    async def models(self, request: Request) -> Response:
+        """The served model, with the length limit that is enforced."""
+        return json_response({"object": "list", "data": [self._model_card()]})
+
+    async def model(self, request: Request) -> Response:
+        """One model."""
+        self._check_model(request.path_params["name"])
+        return json_response(self._model_card())
+
+    async def health(self, request: Request) -> Response:
+        """200 while the engine lives and gets on, else 503 with the cause."""
+        health = self.engine.health()
+        body = {"status": "ok" if health.ok else "dead", "cause": health.cause, "open_requests": health.open_requests}
+        return json_response(body, 200 if health.ok else 503)
+
+    async def scrape(self, request: Request) -> Response:
+        """Prometheus metrics. Never fails because of the engine."""
+        snapshot = self.metrics.snapshot
+        snapshot.up = self.engine.health().ok
+        try:
+            snapshot.stats = await self.engine.stats()
+        except EngineError as error:
+            log.warning("metrics without the engine's part: %s", error)
+            snapshot.stats = None
+        snapshot.accepted, snapshot.ended = self.engine.ledger.accepted, dict(self.engine.ledger.ended)
+        return Response(self.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def version(self, request: Request) -> Response:
+        """The engine's version."""
+        return json_response({"version": version("sixhooks")})
+
+    # ---- generation
+
+    async def _generate(self, request: Request, schema: type[Sampling], shape: type[Answers]) -> Response:
+        body = await read_body(request, self._max_body)
+        wanted_id = request.headers.get("x-request-id", "")
+        request_id = wanted_id if REQUEST_ID.fullmatch(wanted_id) else uuid.uuid4().hex
+        if len(body) > LARGE_BODY:
+            job = await asyncio.to_thread(self._prepare, body, schema, request_id)
+        else:
+            job = self._prepare(body, schema, request_id)
+        answers = shape(self.name, job.n, job.with_usage)
+        headers = {"x-request-id": request_id}
+        group = self.engine.submit_many(job.asks, checked=True)
+        if job.stream:
+            events = self._events(group, answers)
+            return EventStream(events, group.abort, headers=headers, patience=self._patience)
+        try:
+            completions = await until_gone(request.receive, self._collect(group))
+        finally:
+            group.abort()
+        return json_response(answers.whole(completions), headers=headers)
+
+    def _prepare(self, body: bytes, schema: type[Sampling], request_id: str) -> Job:
+        """Parse, tokenise and check. Touches nothing that is shared, so it may run in a thread."""
+        wish = schema.parse(body)
+        if wish.model is not None:
+            self._check_model(wish.model)
+        prompts = self._prompts(wish)
+        n = 1 if wish.n is None else wish.n
+        engine = self.engine
+        capacity = engine.limits.max_waiting + engine.limits.max_running
+        if len(prompts) * n > capacity:
+            field = "n" if len(prompts) == 1 else "prompt"
+            raise InvalidRequest(field, f"{len(prompts)} prompts x n {n}: at most {capacity} sequences can be open")
+        kinds = [wish.sampling(wish.length(), choice) for choice in range(n)]
+        asks: list[Ask] = []
+        for number, prompt in enumerate(prompts):
+            try:
+                tokens = encode(engine.tokenizer, prompt, engine.limits) if isinstance(prompt, str) else prompt
+                validate(tokens, kinds[0], engine.limits)
+            except InvalidRequest as error:
+                if len(prompts) == 1:
+                    raise
+                raise InvalidRequest(error.field, f"(prompt {number} of {len(prompts)}) {error.message}") from error
+            first = Ask(
+                tokens=tokens, params=kinds[0], request_id=request_id, priority=wish.priority or 0,
+                salt=wish.cache_salt or "", metadata=wish.tags(),
+            )  # fmt: skip
+            asks += [replace(first, params=kind) for kind in kinds]
+        return Job(asks, n, bool(wish.stream), wish.wants_usage)
+
+    def _prompts(self, wish: Sampling) -> list[str | list[int]]:
+        if isinstance(wish, CompletionRequest):
+            return wish.prompts()
+        assert isinstance(wish, ChatRequest)
+        if self.engine.tokenizer is None:
+            raise InvalidRequest("messages", f"model {self.name!r} has no chat template")
+        return [self.engine.tokenizer.render_chat([message.plain() for message in wish.messages])]
+
+    async def _collect(self, group: Group) -> list[Completion]:
+        """All choices to their end. Raises ``HTTPError`` where the engine gave up on one."""
+        found: dict[int, Completion] = {}
+        async for _ in self._follow(group, found):
+            pass
+        return [found[index] for index in range(len(group.streams))]
+
+    async def _follow(self, group: Group, found: dict[int, Completion]) -> AsyncIterator[tuple[int, Chunk]]:
+        """Pieces as they come, timed; complete choices go into ``found``."""
+        timers = [self.metrics.timer() for _ in group.streams]
+        gathers = [Gather() for _ in group.streams]
+        async for index, chunk in group:
+            timers[index].tokens(len(chunk.token_ids))
+            completion = gathers[index].add(chunk)
+            if completion is not None:
+                timers[index].end()
+                if completion.finish_reason == "error":
+                    raise failed(completion.detail)
+                found[index] = completion
+            yield index, chunk
+
+    async def _events(self, group: Group, answers: Answers) -> AsyncIterator[dict[str, Any] | str]:
+        """A stream's events. An error in the middle is its last event."""
+        found: dict[int, Completion] = {}
+        for opening in answers.openings(len(group.streams)):
+            yield opening
+        try:
+            async for index, chunk in self._follow(group, found):
+                if chunk.text or chunk.finish_reason is not None:
+                    yield answers.piece(index, chunk)
+        except Exception as error:
+            yield self._failure(error).body()
+            return
+        last = answers.last([found[index] for index in range(len(group.streams))])
+        if last is not None:
+            yield last
+        yield "[DONE]"
+
+    # ---- around every endpoint
+
+    def _safely(self, handler: Handler, guarded: bool) -> Handler:
+        async def endpoint(request: Request) -> Response:
+            try:
+                if guarded:
+                    self._authorize(request)
+                return await handler(request)
+            except ClientGone:
+                return Response(status_code=CLIENT_CLOSED)
+            except Exception as error:
+                failure = self._failure(error)
+                return json_response(failure.body(), failure.status, failure.headers)
+
+        endpoint.__doc__ = handler.__doc__
+        return endpoint
+
+    def _failure(self, error: Exception) -> HTTPError:
+        failure = as_http(error)
+        self.metrics.snapshot.refused[str(failure.status)] += 1
+        if failure.code == "internal_error":
+            log.error("an endpoint failed", exc_info=error)
+        return failure
+
+    async def _no_route(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        failure = HTTPError(error.status_code, f"{error.detail}: {request.method} {request.url.path}", code="not_found")
+        return json_response(failure.body(), failure.status)
+
+    def _authorize(self, request: Request) -> None:
+        if self._key is None:
+            return
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self._key.encode()):
+            return
+        words = "the API key is wrong" if given else "an API key is required: Authorization: Bearer KEY"
+        raise HTTPError(
+            401, words, "authentication_error", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
+        )
+
+    def _check_model(self, name: str) -> None:
+        if name not in self._names:
+            raise HTTPError(
+                404,
+                f"model {name!r} is not served here; {self.name!r} is",
+                "not_found_error",
+                "model",
+                "model_not_found",
+            )
+
+    def _model_card(self) -> dict[str, Any]:
+        limits = self.engine.limits
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "sixhooks",
+            "max_model_len": min(limits.max_model_len, limits.pool_tokens),
+        }

@@ -1,0 +1,121 @@
+"""Bytes in, bytes out: bounded bodies, server-sent events, and clients that leave at any moment."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from engine.plugins.frontends._errors import HTTPError
+
+T = TypeVar("T")
+DRAIN_BYTES = 64 * 2**20  # a refused body up to this size is read and dropped, so that the client sees the answer
+
+
+class ClientGone(Exception):
+    """The client closed its connection: there is nobody to answer."""
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The request's body. Raises ``HTTPError`` (413) above ``limit`` bytes, which are never held in memory."""
+    declared = request.headers.get("content-length", "")
+    too_large = HTTPError(413, f"the body is above the limit of {limit} bytes", code="body_too_large")
+    if declared.isdigit() and int(declared) > DRAIN_BYTES:
+        raise too_large
+    pieces: list[bytes] = []
+    size = 0
+    async for piece in request.stream():
+        size += len(piece)
+        if size <= limit:
+            pieces.append(piece)
+        else:
+            pieces.clear()
+            if size > DRAIN_BYTES:
+                break
+    if size > limit:
+        raise too_large
+    return b"".join(pieces)
+
+
+async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, which is cancelled when the client leaves. Raises ``ClientGone``."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        for other in (task, gone):
+            other.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)  # their results were taken above
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events. ``leave`` is called at the end, whoever ended it: the last event, the client, a shutdown.
+
+    A reader that takes nothing for ``patience`` seconds is let go.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncIterator[dict[str, Any] | str],
+        leave: Callable[[], None],
+        *,
+        headers: dict[str, str],
+        patience: float,
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self.body = b""
+        self._events, self._leave, self._patience = events, leave, patience
+        self.init_headers({**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    def init_headers(self, headers: Any = None) -> None:
+        """A stream has no length."""
+        super().init_headers(headers)
+        self.raw_headers = [(key, value) for key, value in self.raw_headers if key != b"content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send all events, or stop when the client leaves."""
+        try:
+            await until_gone(receive, self._send_all(send))
+        except (ClientGone, TimeoutError):
+            return  # the connection is closed or stuck: there is nothing left to say
+        finally:
+            self._leave()
+
+    async def _send_all(self, send: Send) -> None:
+        async def put(message: dict[str, Any]) -> None:
+            # Not wait_for: before Python 3.12 it swallows a cancellation that comes as the send completes.
+            async with asyncio.timeout(self._patience):
+                await send(message)
+
+        await put({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async for event in self._events:
+            data = event.encode() if isinstance(event, str) else to_json(event)
+            await put({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+        await put({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def to_json(value: Any) -> bytes:
+    """JSON text. NaN and infinities, which JSON does not have, become null."""
+    return msgspec.json.encode(value)
+
+
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """A whole JSON answer."""
+    return Response(to_json(value), status, headers, "application/json")

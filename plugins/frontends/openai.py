@@ -1,0 +1,145 @@
+"""The OpenAI HTTP interface: completions and chat, streamed or not, with health and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from typing import ClassVar
+
+import uvicorn
+from pydantic import Field
+
+from engine.core.errors import ConfigError
+from engine.core.protocols import Frontend, PluginOptions
+from engine.core.serve.client import AsyncEngine
+from engine.plugins.frontends._openai_routes import Routes
+
+WATCH_SECONDS = 0.2
+EXIT_ENGINE_DEAD = 1
+
+
+class OpenAIOptions(PluginOptions):
+    """Options of the frontend ``openai``."""
+
+    served_model_name: str | None = Field(None, description="name that clients use for the model (default: its own)")
+    max_body_bytes: int = Field(8 * 2**20, ge=1024, description="largest request body; more is answered with 413")
+    engine_death_grace_s: float = Field(
+        30.0, ge=0, description="seconds to answer 503 after the engine died, then exit"
+    )
+    shutdown_grace_s: float = Field(5.0, ge=0, description="seconds that open requests have to end after SIGTERM")
+    slow_reader_s: float = Field(60.0, gt=0, description="a client that reads nothing for so long is let go")
+
+
+class OpenAIFrontend(Frontend):
+    """Serves the OpenAI interface over HTTP (FastAPI, uvicorn)."""
+
+    name: ClassVar[str] = "openai"
+    Options: ClassVar[type[PluginOptions]] = OpenAIOptions
+
+    def serve(self, engine: AsyncEngine, *, host: str, port: int, api_key: str | None = None) -> int:
+        """Serve until SIGINT or SIGTERM (exit code 0), or until the engine has died (exit code 1).
+
+        Prints ``listening on http://HOST:PORT`` once connections are accepted; port 0 takes any free one.
+
+        Raises:
+            ConfigError: the address cannot be used.
+        """
+        return asyncio.run(self._serve(engine, bind(host, port), api_key))
+
+    async def _serve(self, engine: AsyncEngine, sock: socket.socket, api_key: str | None) -> int:
+        options: OpenAIOptions = self.options
+        routes = Routes(
+            engine,
+            name=options.served_model_name or engine.model.name,
+            api_key=api_key,
+            max_body_bytes=options.max_body_bytes,
+            slow_reader_s=options.slow_reader_s,
+        )
+        server = Server(
+            uvicorn.Config(
+                routes.app(),
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                timeout_graceful_shutdown=max(1, round(options.shutdown_grace_s)),
+            )
+        )
+        serving = asyncio.create_task(server.serve([sock]))
+        with server.signals():
+            while not (server.started or serving.done()):
+                await asyncio.sleep(0.01)
+            print(f"listening on {url_of(sock)} (described at {url_of(sock)}/openapi.json)", flush=True)
+            code = await watch(engine, server, options.engine_death_grace_s)
+            await serving
+        return code
+
+
+class Server(uvicorn.Server):
+    """uvicorn without its own signal handling, which would end the process by the signal instead of exit code 0."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to ``signals``."""
+        yield
+
+    @contextlib.contextmanager
+    def signals(self) -> Iterator[None]:
+        """While inside: the first SIGINT or SIGTERM ends gracefully, the second at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        handled = (signal.SIGINT, signal.SIGTERM)
+        for number in handled:
+            loop.add_signal_handler(number, self._on_signal)
+        try:
+            yield
+        finally:
+            for number in handled:
+                loop.remove_signal_handler(number)
+
+    def _on_signal(self) -> None:
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+
+async def watch(engine: AsyncEngine, server: uvicorn.Server, grace: float) -> int:
+    """Wait for the end. A dead engine does not come back: clients are told for a while, then a supervisor must act."""
+    loop = asyncio.get_running_loop()
+    died_at: float | None = None
+    while not server.should_exit:
+        await asyncio.sleep(WATCH_SECONDS)
+        if engine.health().ok:
+            continue
+        died_at = died_at or loop.time()
+        if loop.time() - died_at >= grace:
+            server.should_exit = True
+    return 0 if died_at is None else EXIT_ENGINE_DEAD
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that listens on the address. Raises ``ConfigError``."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+            sock.listen(2048)
+        except OSError:
+            sock.close()
+            raise
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    sock.setblocking(False)
+    return sock
+
+
+def url_of(sock: socket.socket) -> str:
+    """Where a listening socket is reached."""
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,252 @@
+"""AsyncEngine over a real core, in a thread and in a process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from engine import AsyncEngine, Chunk, Completion, EngineConfig, EngineDead, InvalidRequest, QueueFull, SamplingParams
+from engine.core.errors import ConfigError, EngineError, ModelError, PluginError
+from engine.core.serve.client import Ask
+
+SIM = {"name": "sim", "step_ms": 1}
+
+
+def config(**fields: object) -> EngineConfig:
+    return EngineConfig.model_validate({"executor": SIM, **fields})
+
+
+def params(max_tokens: int, **fields: object) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, **fields)  # type: ignore[arg-type]
+
+
+async def idle(engine: AsyncEngine) -> dict[str, int | float]:
+    """The engine's numbers once nothing runs; fails rather than wait for ever."""
+    for _ in range(200):
+        stats = await engine.stats()
+        if not (stats["running"] or stats["waiting"]):
+            return stats
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"still busy: {stats}")
+
+
+async def collect(engine: AsyncEngine, prompt: list[int] | str, wish: SamplingParams) -> list[Chunk]:
+    return [chunk async for chunk in engine.generate(prompt, wish)]
+
+
+def test_stream_joined_is_the_completion(engine: AsyncEngine) -> None:
+    async def main() -> tuple[list[Chunk], Completion]:
+        return await collect(engine, "Once upon a time", params(40)), await engine.complete(
+            "Once upon a time", params(40)
+        )
+
+    chunks, whole = asyncio.run(main())
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+    assert sum((chunk.token_ids for chunk in chunks), ()) == whole.token_ids
+    assert len(whole.token_ids) == 40
+    assert [chunk.finish_reason for chunk in chunks][-1] == whole.finish_reason == "length"
+    assert all(chunk.finish_reason is None for chunk in chunks[:-1])
+    assert chunks[-1].output_tokens == 40
+
+
+def test_many_at_once_get_what_they_get_alone(engine: AsyncEngine) -> None:
+    prompts = [[token, 2, 3] for token in range(64)]
+
+    async def main() -> tuple[list[Completion], list[Completion]]:
+        together = await asyncio.gather(*(engine.complete(prompt, params(10)) for prompt in prompts))
+        return together, [await engine.complete(prompt, params(10)) for prompt in prompts]
+
+    together, alone = asyncio.run(main())
+    assert [c.token_ids for c in together] == [c.token_ids for c in alone]
+    assert len({c.token_ids for c in together}) == 64
+
+
+def test_closing_the_iterator_ends_the_request(engine: AsyncEngine) -> None:
+    async def main() -> None:
+        before = (await idle(engine))["finished_abort"]
+        stream = engine.generate([1, 2, 3], params(8000))
+        await anext(stream)
+        await stream.aclose()  # type: ignore[attr-defined]
+        assert (await idle(engine))["finished_abort"] == before + 1
+
+    asyncio.run(main())
+
+
+def test_cancelling_the_caller_ends_the_request(engine: AsyncEngine) -> None:
+    async def main() -> None:
+        before = engine.ledger.ended["abort"]
+        tasks = [asyncio.create_task(engine.complete([token], params(8000))) for token in range(5)]
+        await asyncio.sleep(0.05)
+        for task in tasks:
+            task.cancel()
+        assert all(
+            isinstance(result, asyncio.CancelledError)
+            for result in await asyncio.gather(*tasks, return_exceptions=True)
+        )
+        await idle(engine)
+        assert engine.ledger.ended["abort"] == before + 5
+
+    asyncio.run(main())
+
+
+def test_two_live_requests_of_one_id_do_not_mix(engine: AsyncEngine) -> None:
+    async def named(prompt: list[int], name: str) -> Completion:
+        return await engine.complete(prompt, params(30), request_id=name)
+
+    async def main() -> None:
+        for name in ("same", "", "ü" * 1000, "x" * 1_000_000):
+            one, two = await asyncio.gather(named([1], name), named([2], name))
+            assert one.token_ids == (await engine.complete([1], params(30))).token_ids
+            assert two.token_ids == (await engine.complete([2], params(30))).token_ids
+
+    asyncio.run(main())
+
+
+def test_abort_by_id_ends_all_of_that_id_and_no_other(engine: AsyncEngine) -> None:
+    async def main() -> None:
+        tasks = [
+            asyncio.create_task(engine.complete([number], params(4000 if name == "bad" else 60), request_id=name))
+            for number, name in enumerate(["bad", "good", "bad"])
+        ]
+        await asyncio.sleep(0.05)
+        assert engine.abort("bad") == 2
+        assert engine.abort("bad") == 0
+        assert engine.abort("unknown") == 0
+        assert [(await task).finish_reason for task in tasks] == ["abort", "length", "abort"]
+        again = await engine.complete([0], params(3), request_id="bad")  # the id is free at once
+        assert again.finish_reason == "length"
+        await idle(engine)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_stop_string_ends_the_request_in_the_engine_and_does_not_leak(engine: AsyncEngine, length: int) -> None:
+    async def main() -> None:
+        text = (await engine.complete([5, 6, 7], params(60))).text
+        middle = len(text) // 2
+        stop = text[middle : middle + length]
+        before = (await idle(engine))["finished_stop"]
+        chunks = await collect(engine, [5, 6, 7], params(8000, stop=(stop,)))
+        joined = "".join(chunk.text for chunk in chunks)
+        assert joined == text[: text.index(stop)]
+        assert (chunks[-1].finish_reason, chunks[-1].detail) == ("stop", stop)
+        assert (await idle(engine))["finished_stop"] == before + 1
+
+    asyncio.run(main())
+
+
+def test_a_stop_string_that_never_comes_loses_no_text(engine: AsyncEngine) -> None:
+    async def main() -> None:
+        plain = await engine.complete([5, 6, 7], params(30))
+        almost = plain.text[-1:] + "\x00never"
+        assert (await engine.complete([5, 6, 7], params(30, stop=(almost,)))).text == plain.text
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "wish", "field"),
+    [
+        ([], params(1), "prompt"),
+        ([-1], params(1), "prompt"),
+        ([2**63], params(1), "prompt"),
+        ([1], params(0), "max_tokens"),
+        ([1], params(8192), "max_tokens"),
+        ([1] * 8192, params(1), "prompt"),
+        ([1], params(1, temperature=float("nan")), "temperature"),
+        ([1], params(1, top_p=0.0), "top_p"),
+        ([1], params(1, stop=("",)), "stop"),
+        ([1], params(1, stop_token_ids=(49152,)), "stop_token_ids"),
+    ],
+)
+def test_refused_before_anything_is_sent(
+    engine: AsyncEngine, tokens: list[int], wish: SamplingParams, field: str
+) -> None:
+    async def main() -> None:
+        accepted = engine.ledger.accepted
+        with pytest.raises(InvalidRequest) as caught:
+            await engine.complete(tokens, wish)
+        assert caught.value.field == field
+        assert engine.ledger.accepted == accepted
+        assert (await idle(engine))["accepted"] == accepted
+
+    asyncio.run(main())
+
+
+def test_submission_of_several_is_all_or_none() -> None:
+    async def main() -> None:
+        async with await AsyncEngine.start(config(max_running=2, max_waiting=2), in_process=True) as engine:
+            asks = [Ask(tokens=[token], params=params(50)) for token in range(4)]
+            with pytest.raises(InvalidRequest, match="at most 4"):
+                engine.submit_many([*asks, asks[0]])
+            one = engine.submit_many(asks[:1])
+            with pytest.raises(QueueFull):
+                engine.submit_many(asks)
+            assert engine.health().open_requests == 1
+            with pytest.raises(InvalidRequest):
+                engine.submit_many([asks[0], Ask(tokens=[])])
+            assert engine.health().open_requests == 1
+            rest = engine.submit_many(asks[:3])  # more than the core's own queue holds: it waits its turn
+            for group in (one, rest):
+                ends = [chunk.finish_reason async for _, chunk in group if chunk.finish_reason]
+                assert ends == ["length"] * len(group.streams)
+            assert (await engine.stats())["accepted"] == engine.ledger.accepted == 4
+            engine.submit_many(asks).abort()
+            assert engine.health().open_requests == 0
+            await idle(engine)
+
+    asyncio.run(main())
+
+
+def test_counts_agree_with_the_core(engine: AsyncEngine) -> None:
+    async def main() -> None:
+        await asyncio.gather(*(engine.complete([token], params(5)) for token in range(10)))
+        stats = await idle(engine)
+        assert stats["accepted"] == engine.ledger.accepted
+        for reason, count in engine.ledger.ended.items():
+            assert stats[f"finished_{reason}"] == count
+        assert sum(engine.ledger.ended.values()) == engine.ledger.accepted
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+@pytest.mark.parametrize(
+    ("fields", "kind", "words"),
+    [
+        ({"scheduler": "radixx"}, PluginError, "did you mean 'radix'"),
+        ({"max_model_len": 100_000}, ConfigError, "max_model_len"),
+        ({"executor": {"name": "sim", "step_mss": 1}}, ConfigError, "step_ms"),
+        ({"executor": "torch", "model": "./nowhere.gguf"}, ModelError, "nowhere"),
+    ],
+)
+def test_start_fails_with_the_cores_own_error(
+    in_process: bool, fields: dict[str, object], kind: type[EngineError], words: str
+) -> None:
+    with pytest.raises(kind, match=words):
+        AsyncEngine.launch(config(**fields), in_process=in_process)
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_closed_means_closed(in_process: bool) -> None:
+    async def main() -> None:
+        engine = await AsyncEngine.start(config(), in_process=in_process)
+        open_one = asyncio.create_task(engine.complete([1], params(8000)))
+        await asyncio.sleep(0.05)
+        await engine.close()
+        await engine.close()
+        with pytest.raises(EngineDead, match="closed"):
+            await asyncio.wait_for(open_one, 10)
+        for call in (lambda: engine.complete([1], params(1)), engine.stats):
+            with pytest.raises(EngineDead, match="closed"):
+                await call()
+
+    asyncio.run(main())
+
+
+def test_one_engine_serves_one_event_loop_after_the_other(engine: AsyncEngine) -> None:
+    call: Callable[[], Completion] = lambda: asyncio.run(engine.complete([9], params(4)))  # noqa: E731
+    assert call() == call()

@@ -1,0 +1,130 @@
+"""Real servers: ``engine serve`` in a process of its own, on a free port of this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+FAULTS = Path(__file__).parents[2] / "core" / "serve"  # faulty_executor.py
+START_SECONDS = 120.0
+
+
+class Server:
+    """A running ``engine serve``."""
+
+    def __init__(self, *flags: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", "from engine.cli import main; main()", "serve", "--port", "0", *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, (str(FAULTS), os.environ.get("PYTHONPATH")))),
+            },
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.url = self._wait_for(r"listening on (\S+)")
+        pid = re.search(r"^core +process (\d+)", self.output, re.MULTILINE)
+        self.core_pid = int(pid[1]) if pid else None
+        self.http = httpx.Client(base_url=self.url, timeout=60)
+
+    @property
+    def output(self) -> str:
+        return "".join(self.lines)
+
+    def metrics(self) -> dict[str, float]:
+        """All samples by name and labels, e.g. ``engine_requests_ended_total{reason="stop"}``."""
+        text = self.http.get("/metrics").raise_for_status().text
+        pairs = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        return {name: float(value) for name, value in pairs}
+
+    def idle(self) -> dict[str, float]:
+        """The metrics once nothing runs and nothing waits; fails rather than wait for ever."""
+        for _ in range(200):
+            now = self.metrics()
+            if not (now["engine_requests_running"] or now["engine_requests_waiting"]):
+                return now
+            time.sleep(0.05)
+        raise AssertionError(f"still busy: {now}")
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Send a signal and wait for the exit code."""
+        self.http.close()
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> int:
+        code = self.process.wait(60)
+        self._reader.join()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return code
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+
+    def _wait_for(self, pattern: str) -> str:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            if found := re.search(pattern, self.output):
+                return found[1]
+            if self.process.poll() is not None:
+                break
+            time.sleep(0.02)
+        self.process.kill()
+        self.process.wait()
+        raise AssertionError(f"the server did not start:\n{self.output}")
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """A server without a model, shared: tests leave it idle. Ends with exit code 0, all pages returned."""
+    server = Server("--executor", "sim", "--executor.step-ms", "2", "--audit", "true")
+    try:
+        yield server
+        final = server.idle()
+        assert final["engine_kv_pages_pinned"] == 0
+        assert final["engine_kv_pages_free"] + final["engine_kv_pages_evictable"] == final["engine_kv_pages"]
+        assert "Traceback" not in server.output
+    finally:
+        code = server.stop()
+    assert code == 0
+
+
+@pytest.fixture(scope="session")
+def launch() -> type[Server]:
+    """The class, for fixtures that keep a server for longer than one test."""
+    return Server
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Server]]:
+    """Starts servers with flags of one's own; those that still run at the end are ended."""
+    started: list[Server] = []
+
+    def start(*flags: str) -> Server:
+        started.append(Server(*flags))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.http.close()
+        if server.process.poll() is None:
+            server.process.kill()
+        server.wait()

@@ -1,0 +1,194 @@
+"""The public face: ``from engine import LLM``."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import engine
+from engine import LLM, Completion, ConfigError, EngineConfig, InvalidRequest, SamplingParams
+
+TEN = SamplingParams(max_tokens=10)
+
+
+@pytest.fixture
+def llm() -> Iterator[LLM]:
+    with LLM(executor="sim", audit=True) as llm:
+        yield llm
+        stats = llm.core.stats()
+        assert (stats["running"], stats["waiting"], stats["pages_pinned"]) == (0, 0, 0)
+        llm.core.check()
+
+
+def test_every_public_name_is_there() -> None:
+    assert {name for name in engine.__all__ if getattr(engine, name, None) is None} == set()
+    assert set(engine.__all__) <= set(dir(engine))
+    with pytest.raises(AttributeError, match="LLMM"):
+        _ = engine.LLMM
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    code = (
+        "import engine, sys; print([m for m in ('torch', 'transformers', 'pydantic', 'fastapi') if m in sys.modules])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_answers_come_in_the_order_of_prompts(llm: LLM) -> None:
+    prompts = [[n, n + 1] for n in range(100)]
+    lengths = [SamplingParams(max_tokens=100 - n) for n in range(100)]  # the first ends last
+    together = llm.generate(prompts, lengths)
+    assert [len(answer.token_ids) for answer in together] == list(range(100, 0, -1))
+    assert [llm.generate(prompt, length)[0] for prompt, length in zip(prompts[:5], lengths, strict=False)] == together[
+        :5
+    ]
+
+
+def test_prompts_in_all_shapes(llm: LLM) -> None:
+    [text] = llm.generate("hello", TEN)
+    assert llm.generate(["hello", [1, 2]], TEN) == [text, *llm.generate([1, 2], TEN)]
+    assert llm.generate([], TEN) == []
+    assert isinstance(text, Completion)
+
+
+def test_more_prompts_than_the_queue_holds() -> None:
+    with LLM(executor="sim", max_running=2, max_waiting=3) as llm:
+        answers = llm.generate([[n] for n in range(50)], TEN)
+        assert len({answer.token_ids for answer in answers}) == 50
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "words"),
+    [
+        ([[1], []], TEN, r"prompts\[1\].*empty"),
+        ([[1], [1] * 9000], TEN, r"prompts\[1\].*9000"),
+        ([[1], [2]], [TEN], "1 sampling params for 2 prompts"),
+        ([1, -1], TEN, "vocabulary"),
+        ([[1]], SamplingParams(max_tokens=0), "max_tokens"),
+    ],
+)
+def test_everything_is_checked_before_any_work(llm: LLM, prompts: Any, params: Any, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        llm.generate(prompts, params)
+    assert llm.core.stats()["accepted"] == 0
+
+
+def test_stream_joined_is_the_completion(llm: LLM) -> None:
+    chunks = list(llm.stream("hello", TEN))
+    [whole] = llm.generate("hello", TEN)
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+    assert sum((chunk.token_ids for chunk in chunks), ()) == whole.token_ids
+    assert chunks[-1].finish_reason == "length"
+
+
+def test_stream_refuses_at_once(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest):
+        llm.stream([], TEN)
+
+
+def test_a_stream_left_early_frees_its_pages(llm: LLM) -> None:
+    stream = llm.stream([1, 2], SamplingParams(max_tokens=8000))
+    next(stream)
+    assert llm.core.stats()["running"] == 1
+    stream.close()  # type: ignore[attr-defined]
+    assert llm.core.stats()["running"] == 0
+
+
+def test_streams_and_batches_interleave(llm: LLM) -> None:
+    one, two = llm.stream([1], TEN), llm.stream([2], TEN)
+    first = [next(one).token_ids, next(two).token_ids]
+    batch = llm.generate([[3], [4]], TEN)
+    rest = [sum((chunk.token_ids for chunk in stream), ()) for stream in (one, two)]
+    alone = [llm.generate([n], TEN)[0].token_ids for n in (1, 2, 3, 4)]
+    assert [first[n] + rest[n] for n in (0, 1)] + [answer.token_ids for answer in batch] == alone
+
+
+def test_stop_strings(llm: LLM) -> None:
+    [plain] = llm.generate([7], SamplingParams(max_tokens=40))
+    stop = plain.text[15:18]
+    [stopped] = llm.generate([7], SamplingParams(max_tokens=8000, stop=("\x01", stop)))
+    assert stopped.text == plain.text[: plain.text.index(stop)]
+    assert (stopped.finish_reason, stopped.detail) == ("stop", stop)
+
+
+def test_an_interrupted_batch_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = llm.core.step, []
+
+    def step() -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real()
+
+    monkeypatch.setattr(llm.core, "step", step)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[n] for n in range(5)], SamplingParams(max_tokens=8000))
+    assert llm.core.stats()["running"] == 0
+    assert llm.generate([1], TEN)[0].finish_reason == "length"
+
+
+def test_two_engines_in_one_process() -> None:
+    with LLM(executor="sim") as one, LLM(executor="sim", scheduler="radix", kvcache="radix") as two:
+        streams = [llm.stream([1, 2, 3], TEN) for llm in (one, two)]
+        pairs = list(zip(*streams, strict=True))
+        assert len(pairs) == 10
+        assert all(mine == theirs for mine, theirs in pairs)
+
+
+def test_close_frees_the_engine_and_is_idempotent() -> None:
+    llm = LLM(executor="sim")
+    left = llm.stream([1], SamplingParams(max_tokens=8000))
+    next(left)
+    core = weakref.ref(llm.core)
+    llm.close()
+    llm.close()
+    assert [chunk.finish_reason for chunk in left] == ["abort"]
+    del llm, left
+    gc.collect()
+    assert core() is None
+
+
+def test_stepping_by_hand(llm: LLM) -> None:
+    request = llm.core.add([1, 2, 3], TEN, request_id="mine")
+    steps = 0
+    while llm.core.has_work:
+        llm.core.step()
+        steps += 1
+    assert (steps, len(request.output), str(request.finish)) == (10, 10, "length")
+
+
+def test_configuration_and_overrides() -> None:
+    base = EngineConfig.model_validate({"executor": {"name": "sim", "vocab_size": 100}, "max_running": 3})
+    with LLM(config=base, max_running=5, scheduler={"name": "radix"}) as llm:
+        assert llm.core.limits.vocab_size == 100
+        assert (llm.core.limits.max_running, llm.config.scheduler.name) == (5, "radix")
+    with pytest.raises(ConfigError, match="did you mean 'scheduler'"):
+        LLM(shceduler="radix")
+    with pytest.raises(ConfigError, match="max_running"):
+        LLM(executor="sim", max_running=0)
+
+
+def test_progress_goes_to_standard_error(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate([[1], [2]], TEN, progress=True)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "prompts" in captured.err
+
+
+@pytest.mark.model
+def test_default_model() -> None:
+    with LLM(num_pages=256) as llm:
+        question = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
+        [answer] = llm.chat(question, SamplingParams(max_tokens=12, temperature=0))
+        assert "Paris" in answer.text
+        assert answer.finish_reason == "stop"
+        chunks = list(llm.stream(llm.render_chat(question), SamplingParams(max_tokens=12, temperature=0)))
+        assert "".join(chunk.text for chunk in chunks) == answer.text
+        assert chunks[-1].cached_tokens > 0
+        llm.core.check()
