@@ -4,6 +4,7 @@ Everything that a plugin needs is imported from here.
 """
 
 from engine.core.assemble import assemble
+from engine.core.batch import Batch
 from engine.core.config import EngineConfig, Selection, load_config
 from engine.core.errors import (
     ConfigError,
@@ -56,6 +57,7 @@ from engine.core.version import API_VERSION
 __all__ = [
     "API_VERSION",
     "Attention",
+    "Batch",
     "Candidate",
     "ConfigError",
     "Connector",

@@ -33,9 +33,9 @@ def assemble(config: EngineConfig, registry: Registry | None = None) -> EngineCo
 
     scheduler = pick("scheduler", config.scheduler)
     kv = pick("kvcache", config.kvcache)
-    executor = pick("executor", config.executor)
     policies = [pick("policy", selection) for selection in config.policies]
     connectors = [pick("connector", selection) for selection in config.connectors]
+    executor = pick("executor", config.executor)  # late: importing one may take seconds, a misspelt name should not
     attention = pick("attention", config.attention) if getattr(executor, "uses_attention", False) else None
     check_capabilities([plugin for _, plugin in chosen])
     assert isinstance(scheduler, Scheduler)

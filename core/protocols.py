@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
+from engine.core.batch import Batch
 from engine.core.hookspecs import hookimpl
 from engine.core.pages import PagePool
 from engine.core.plan import Candidate, EvictionPool, KVNumbers, Outcome, Plan
@@ -278,11 +279,13 @@ class Executor(Plugin, ABC):
 class Attention(Plugin, ABC):
     """An attention backend over paged KV. Tensors are torch's; the core never looks at them.
 
+    It belongs to the executor that is given it, which starts and closes it.
+
     Layout of one layer's K and of its V: ``[num_pages, page_size, kv_heads, head_dim]``.
     """
 
     @abstractmethod
-    def plan_batch(self, batch: Any) -> None:
+    def plan_batch(self, batch: Batch) -> None:
         """Prepare for a batch (lengths, page tables): called once a step, before the first layer."""
 
     @abstractmethod

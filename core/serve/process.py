@@ -88,7 +88,9 @@ class Pulse(threading.Thread):
 
 def watch_parent(directory: str) -> None:
     """End this process when its standard input ends: the parent is gone, and with it everybody we work for."""
-    sys.stdin.buffer.read()
+    # Not through sys.stdin: its lock, held by a thread that waits for ever, would crash the interpreter's shutdown.
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
     shutil.rmtree(directory, ignore_errors=True)
     os._exit(EXIT_ORPHANED)
 

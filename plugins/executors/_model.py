@@ -1,0 +1,195 @@
+"""A causal language model of transformers that runs flattened batches over paged KV."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress, TaskID
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as hf_logging
+
+from engine.core.errors import ModelError
+from engine.core.models import gguf_llama, hf_dir
+from engine.core.models.gguf_file import GGUFFile
+from engine.core.models.source import ModelSource
+from engine.plugins.executors._packed import pack_linears
+from engine.plugins.executors._paged import IMPLEMENTATION, LayerShape, Probe, active, register
+
+
+class LoadedModel:
+    """A model in memory, ready to run.
+
+    Attributes:
+        layers: the shape of each attention layer's KV.
+        max_model_len: positions that the model knows.
+        fingerprint: digest of weights and config (not of dtype).
+    """
+
+    def __init__(self, module: nn.Module, eos_ids: frozenset[int], fingerprint: str) -> None:
+        self.module = module
+        self.config: Any = module.config
+        self.eos_ids = eos_ids
+        self.fingerprint = fingerprint
+        self.max_model_len = _max_length(self.config)
+        self.vocab_size = int(module.get_output_embeddings().weight.shape[0])
+        self.parameters = sum(parameter.numel() for parameter in module.parameters())
+        self._keeps = "logits_to_keep" in inspect.signature(module.forward).parameters
+        self.layers = self._probe()
+
+    def run(self, ids: Tensor, positions: Tensor, keep: Tensor) -> Tensor:
+        """Logits ``[kept, vocab]`` of the tokens at indices ``keep`` of a flattened batch ``ids, positions [tokens]``.
+
+        Where nothing is kept the output embedding is not computed at all. KV is written through the active layer.
+        """
+        inputs = {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False}
+        if not keep.numel():
+            self.module.get_decoder()(**inputs)
+            return torch.empty(0, self.vocab_size)
+        if self._keeps:  # the model's own forward, so that scaled or capped logits come out right
+            logits: Tensor = self.module(**inputs, logits_to_keep=keep).logits[0]
+            return logits
+        everything: Tensor = self.module(**inputs).logits[0]
+        return everything.index_select(0, keep)
+
+    def pack(self) -> int:
+        """Prepack all linear layers for the CPU. Mutates the module; returns how many were packed."""
+        return pack_linears(self.module)
+
+    def _probe(self) -> list[LayerShape]:
+        probe = Probe()
+        with torch.inference_mode(), active(probe):
+            self.run(torch.zeros(2, dtype=torch.long), torch.arange(2), torch.tensor([1]))
+        expected = self.config.get_text_config().num_hidden_layers
+        if len(probe.layers) != expected:
+            raise ModelError(
+                f"{type(self.module).__name__}: {len(probe.layers)} of {expected} layers use transformers' attention "
+                f"interface; only models whose every layer is standard attention can run on paged KV"
+            )
+        return probe.layers
+
+
+def load_model(source: ModelSource, dtype: torch.dtype) -> LoadedModel:
+    """Read a model's weights. Shows progress on a terminal's standard error.
+
+    Raises:
+        ModelError: unreadable, or not a decoder of standard attention layers.
+    """
+    register()
+    return _load_gguf(source, dtype) if source.kind == "gguf" else _load_directory(source, dtype)
+
+
+def _load_gguf(source: ModelSource, dtype: torch.dtype) -> LoadedModel:
+    with GGUFFile(source.path) as file:
+        values = gguf_llama.hf_config(file)
+        config = AutoConfig.for_model(values.pop("model_type"), **values)
+        check_config(config)
+        with torch.device("meta"):
+            module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=IMPLEMENTATION)
+        state = {
+            name: torch.from_numpy(array).to(dtype)
+            for name, array in _progress(gguf_llama.weights(file), len(file.tensors), source.served_name)
+        }
+        eos_ids, fingerprint = gguf_llama.eos_ids(file), file.fingerprint()
+    left = module.load_state_dict(state, strict=False, assign=True)
+    module.tie_weights()
+    if left.unexpected_keys:
+        raise ModelError(f"{source.path.name}: tensors that the model has no place for: {left.unexpected_keys[:3]}")
+    _materialise(module, config)
+    return LoadedModel(module.eval().requires_grad_(False), eos_ids, fingerprint)
+
+
+def _load_directory(source: ModelSource, dtype: torch.dtype) -> LoadedModel:
+    try:
+        config = AutoConfig.from_pretrained(source.path, local_files_only=True)
+        check_config(config)
+        with _quiet_transformers(), _spinner(source.served_name):
+            module = AutoModelForCausalLM.from_pretrained(
+                source.path, config=config, dtype=dtype, attn_implementation=IMPLEMENTATION, local_files_only=True
+            )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelError(f"model {source.name!r}: transformers cannot load it: {error}") from error
+    module = module.eval().requires_grad_(False)
+    return LoadedModel(module, hf_dir.eos_ids(source.path), hf_dir.fingerprint(source.path))
+
+
+def check_config(config: Any) -> None:
+    """Refuse what a config tells of: not a decoder, windows, chunks, other layers, RoPE that depends on the batch.
+
+    Raises:
+        ModelError: names the property.
+    """
+    text = config.get_text_config()
+    name = getattr(config, "model_type", "model")
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"{name} is an encoder-decoder model; only decoders run here")
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if kinds - {"full_attention"}:
+        raise ModelError(f"{name} has layers of kind {', '.join(sorted(kinds))}; only full attention runs here")
+    window = getattr(text, "sliding_window", None)
+    if window is not None and not kinds and getattr(text, "use_sliding_window", True):
+        raise ModelError(f"{name} uses a sliding window of {window} tokens, which paged attention does not compute")
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        raise ModelError(f"{name}: RoPE of type {rope['rope_type']} depends on what else is in the batch")
+
+
+def _max_length(config: Any) -> int:
+    text = config.get_text_config()
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+        value = getattr(text, name, None)
+        if isinstance(value, int) and value > 1:
+            return value
+    raise ModelError(f"{config.model_type}: the config does not say how long a sequence may be")
+
+
+def _materialise(module: nn.Module, config: Any) -> None:
+    """Build again, with real memory, the modules whose buffers are computed and not loaded (RoPE frequencies)."""
+    for path, child in list(module.named_modules()):
+        if any(buffer.is_meta for buffer in child.buffers(recurse=False)):
+            module.set_submodule(path, type(child)(config))
+    tensors: Iterable[tuple[str, Tensor]] = [*module.named_parameters(), *module.named_buffers()]
+    missing = [name for name, tensor in tensors if tensor.is_meta]
+    if missing:
+        raise ModelError(f"the file has no weights for {', '.join(missing[:3])} ({len(missing)} are missing)")
+
+
+def _progress(items: Iterable[Any], total: int, name: str) -> Iterator[Any]:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task: TaskID = bar.add_task(f"loading {name}", total=total)
+        for item in items:
+            yield item
+            bar.advance(task)
+
+
+@contextmanager
+def _spinner(name: str) -> Iterator[None]:
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(f"loading {name}"):
+        yield
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """transformers draws bars on standard error even where that is a file."""
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()
+
+
+def kv_bytes(layers: Sequence[LayerShape], dtype: torch.dtype) -> int:
+    """Bytes of K and V that one token takes over all layers."""
+    return sum(shape.kv_heads * (shape.k_dim + shape.v_dim) for shape in layers) * int(dtype.itemsize)

@@ -1,0 +1,131 @@
+"""The bridge between transformers' attention interface and an attention plugin over paged KV.
+
+transformers calls one registered function for every layer of every model. What it stands for in a given call (a probe,
+or a step of one of several engines in this process) is looked up in a context variable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from engine.core.errors import ExecutionError, ModelError
+from engine.core.protocols import Attention
+
+IMPLEMENTATION = "engine_paged"
+
+Layer = Callable[[nn.Module, Tensor, Tensor, Tensor, float, dict[str, Any]], Tensor]
+_current: ContextVar[Layer] = ContextVar("engine_paged_layer")
+
+# What other kinds of attention hand to the interface; standard attention leaves each at None.
+UNSUPPORTED = {
+    "sliding_window": "a sliding window",
+    "softcap": "capped attention scores",
+    "s_aux": "attention sinks",
+    "position_bias": "a position bias",
+}
+
+
+def register() -> None:
+    """Make ``IMPLEMENTATION`` known to transformers. Mutates its registries; idempotent."""
+    AttentionInterface.register(IMPLEMENTATION, _attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
+
+
+@contextmanager
+def active(layer: Layer) -> Iterator[None]:
+    """Let ``layer`` answer transformers' attention calls of this thread (or task) inside the block."""
+    token = _current.set(layer)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' side: ``[1, heads, tokens, head_dim]`` in, ``[1, tokens, heads, head_dim]`` out."""
+    layer = _current.get(None)
+    if layer is None:
+        raise ExecutionError(f"attention {IMPLEMENTATION!r} was called outside a step of an engine")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    q, k, v = (side[0].transpose(0, 1) for side in (query, key, value))
+    return layer(module, q, k, v, scale, {**kwargs, "attention_mask": attention_mask}).unsqueeze(0), None
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """Causality and row borders are the attention plugin's business: transformers needs no mask."""
+
+
+class LayerShape(NamedTuple):
+    """What a layer's attention needs of KV memory."""
+
+    layer: int
+    heads: int
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+
+
+@dataclass(slots=True)
+class Probe:
+    """Stands in for attention once, to learn each layer's shape and to refuse what paged attention does not compute."""
+
+    layers: list[LayerShape] = field(default_factory=list)
+
+    def __call__(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, kwargs: dict[str, Any]
+    ) -> Tensor:
+        for name, words in UNSUPPORTED.items():
+            if kwargs.get(name) is not None:
+                raise ModelError(f"{type(module).__name__} uses {words} ({name}): paged attention has no such thing")
+        if kwargs["attention_mask"] is not None or not getattr(module, "is_causal", True):
+            raise ModelError(f"{type(module).__name__} is not plain causal self-attention")
+        index = getattr(module, "layer_idx", None)
+        if index is None or any(known.layer == index for known in self.layers) or k.shape[0] != q.shape[0]:
+            raise ModelError(f"{type(module).__name__}: attention that does not belong to one layer of a decoder")
+        self.layers.append(LayerShape(index, q.shape[1], k.shape[1], k.shape[2], v.shape[2]))
+        return q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
+
+
+class PagedLayers:
+    """All layers' KV memory, and the attention plugin that works on it."""
+
+    def __init__(
+        self, attention: Attention, shapes: Sequence[LayerShape], num_pages: int, page_size: int, dtype: torch.dtype
+    ) -> None:
+        self._attention = attention
+        self._pages = {
+            shape.layer: (
+                torch.zeros(num_pages, page_size, shape.kv_heads, shape.k_dim, dtype=dtype),
+                torch.zeros(num_pages, page_size, shape.kv_heads, shape.v_dim, dtype=dtype),
+            )
+            for shape in shapes
+        }
+
+    @property
+    def pages(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """Layer index -> its K and V, ``[num_pages, page_size, kv_heads, head_dim]``: the memory itself, no copy."""
+        return self._pages
+
+    def __call__(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, kwargs: dict[str, Any]
+    ) -> Tensor:
+        k_pages, v_pages = self._pages[module.layer_idx]
+        self._attention.write(k, v, k_pages, v_pages)
+        attended: Tensor = self._attention.attend(q, k_pages, v_pages, scale)
+        return attended
