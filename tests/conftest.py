@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -59,7 +59,7 @@ class Reference:
 
 
 @pytest.fixture(scope="session")
-def reference_model() -> Iterator[Reference]:
+def reference_model() -> Reference:
     """The default model as plain transformers, attention and all."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -73,4 +73,4 @@ def reference_model() -> Iterator[Reference]:
         model = LlamaForCausalLM(LlamaConfig(**values))
         model.load_state_dict({name: torch.from_numpy(array) for name, array in gguf_llama.weights(file)}, strict=False)
     model.tie_weights()
-    yield Reference(model.eval())
+    return Reference(model.eval())

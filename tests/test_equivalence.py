@@ -19,6 +19,7 @@ pytestmark = pytest.mark.model
 
 NEW_TOKENS = 16
 PAGES, PAGE_SIZE = 100, 8
+COUNTED = ("preemptions", "cached_tokens", "recomputed_tokens")
 TIE = 2e-3  # logits of this model are around 20; float32 summation order moves them by about 1e-4
 
 STORY = (

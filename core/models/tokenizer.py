@@ -63,7 +63,7 @@ class Tokenizer:
         Raises ``InvalidRequest`` for text that is not Unicode (a lone surrogate).
         """
         try:
-            # The batch form lets go of the interpreter lock: a long text must not freeze the process that serves others.
+            # The batch form lets go of the interpreter lock: a long text must not freeze a process that serves others.
             ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=self._add_bos is None)[0].ids
         except TypeError as error:
             raise InvalidRequest("prompt", f"is not valid Unicode text ({error})") from error
