@@ -96,6 +96,8 @@ class HookBus:
         for impl in getattr(self.manager.hook, hook).get_hookimpls():
             if impl.wrapper or impl.hookwrapper:
                 raise PluginError(f"plugin {impl.plugin.name!r}: wrappers of {hook!r} are not supported")
+            if hook == "plan" and not isinstance(impl.plugin, Scheduler):
+                raise PluginError(f"plugin {impl.plugin.name!r}: only a scheduler may answer 'plan'")
             place = next((value for role, value in rank.items() if isinstance(impl.plugin, role)), 9)
             call = _positional(impl.function, spec, impl.argnames)
             contained = isinstance(impl.plugin, Policy)
@@ -119,7 +121,7 @@ class HookBus:
                 impl.fault(f"plan answered {type(plan).__name__}, not the plan that step.seal() gives")
         raise InvariantViolation("no plugin answered 'plan'")
 
-    def ask_order(self, step: Any, waiting: list[Request]) -> list[Request] | None:
+    def ask_order(self, step: Any, waiting: tuple[Request, ...]) -> list[Request] | None:
         """The first valid order, or ``None`` where nobody has a wish."""
         for impl in self._order:
             if impl.disabled:
@@ -185,12 +187,10 @@ def _positional(function: Callable[..., Any], spec: Sequence[str], wanted: Seque
     return call
 
 
-def _subset(answer: Any, waiting: list[Request]) -> list[Request] | None:
+def _subset(answer: Any, waiting: tuple[Request, ...]) -> list[Request] | None:
     try:
         ordered = list(answer)
         chosen = set(ordered)
     except TypeError:
         return None
-    if ordered == waiting:
-        return ordered
     return ordered if len(chosen) == len(ordered) and chosen <= set(waiting) else None

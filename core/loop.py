@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from engine.core import audit
-from engine.core.errors import EngineError, InvariantViolation
+from engine.core.errors import EngineError, ExecutionError, InvariantViolation
 from engine.core.hooks import HookBus
 from engine.core.pages import PagePool
 from engine.core.plan import Candidate, Delta, EvictionPool, Outcome, Plan, Transfer, Why
@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 ORDER_WINDOW = 4096
 IDLE_PLANS_BEFORE_OVERRIDE = 1
 IDLE_PLANS_BEFORE_FAILING = 2
+FAILED_STEPS_LIMIT = 3
 
 
 class EngineCore:
@@ -62,6 +63,8 @@ class EngineCore:
         self._last: Plan | None = None
         self._memo: dict[str, int] = {}
         self._idle_plans = 0
+        self._failed_in_a_row = 0
+        self._last_failure = ""
         self._outbox: list[Delta] = []
         self._transfers = TransferBook(self.pool)
         self._results = ResultApplier(limits, kv, self.counters)
@@ -170,7 +173,10 @@ class EngineCore:
 
         Raises:
             InvariantViolation: a role plugin broke a rule; the engine must not go on.
+            ExecutionError: the executor failed several steps in a row (whose requests were told already).
         """
+        if self._failed_in_a_row >= FAILED_STEPS_LIMIT:
+            raise ExecutionError(f"{self._failed_in_a_row} steps in a row failed; the last one: {self._last_failure}")
         self._move()
         plan = self.plan()
         if plan:
@@ -222,6 +228,8 @@ class EngineCore:
         if self._in_flight is None or self._in_flight[0] is not plan or len(outcome.tokens) != len(plan.requests):
             raise InvariantViolation("a plan commits only with its own outcome, row by row")
         self._in_flight = None
+        if plan:
+            self._failed_in_a_row = 0
         self._results.apply(outcome, self._outbox)
         if outcome.finished:
             self.roster.sweep()
@@ -238,6 +246,8 @@ class EngineCore:
         step = self._in_flight[1]
         self._in_flight = None
         self.counters.failed_steps += 1
+        self._failed_in_a_row += 1
+        self._last_failure = why
         for keys in step.journal.values():
             self.kv.unpublish(keys)
         for request, epoch in zip(plan.requests, plan.epochs, strict=True):
@@ -248,10 +258,10 @@ class EngineCore:
 
     # ---- asked by Step
 
-    def order(self, step: Step) -> list[Request]:
+    def order(self, step: Step) -> Sequence[Request]:
         """The queue's window after the ``order`` hook; the queue keeps the order."""
         window = self.waiting.window(ORDER_WINDOW)
-        if len(window) < 2 and not window:
+        if not window:
             return window
         ordered = self.hooks.ask_order(step, window)
         if ordered is None:

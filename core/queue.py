@@ -32,9 +32,9 @@ class WaitingQueue:
         else:
             self._items.append(request)
 
-    def window(self, size: int) -> list[Request]:
-        """A copy of the first ``size`` requests."""
-        return self._items[:size]
+    def window(self, size: int) -> tuple[Request, ...]:
+        """The first ``size`` requests as they stand now."""
+        return tuple(self._items[:size])
 
     def reorder(self, window: int, ordered: Sequence[Request]) -> None:
         """Put ``ordered`` first; requests of the window that it leaves out keep their order behind it. Mutates."""

@@ -1,27 +1,22 @@
-"""The model runner: any standard decoder of transformers, over paged KV, on the CPU."""
+"""The model runner: any standard decoder of transformers, over paged KV, on the CPU.
+
+This module is cheap to import, so that plugins can be listed and options read without torch; ``load`` brings the rest.
+"""
 
 from __future__ import annotations
 
-import itertools
-import time
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from engine.plugins.executors import _openmp  # noqa: F401  (its setting counts only before torch is imported)
-
-# isort: split
-import torch as t
 from pydantic import Field
-from torch import Tensor
 
-from engine.core.batch import Batch
 from engine.core.errors import ConfigError, ExecutionError
-from engine.core.models.source import resolve
 from engine.core.plan import Outcome, Plan
 from engine.core.protocols import Attention, Context, Executor, ModelInfo, PluginOptions
-from engine.plugins.executors._model import LoadedModel, kv_bytes, load_model
-from engine.plugins.executors._packed import can_pack
-from engine.plugins.executors._paged import PagedLayers, active
-from engine.plugins.executors._sampling import draw_for, sample
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine.plugins.executors._runner import Runner
 
 
 class TorchOptions(PluginOptions):
@@ -35,7 +30,7 @@ class TorchOptions(PluginOptions):
 class TorchExecutor(Executor):
     """Runs plans with transformers' modelling code and an attention plugin on paged KV.
 
-    Life: ``use`` → ``load`` → ``allocate`` → ``execute`` … → ``close``. Not thread-safe: one step at a time.
+    Life: ``use`` → ``load`` → ``allocate`` → ``start`` → ``execute`` … → ``close``. Not thread-safe.
     """
 
     name = "torch"
@@ -45,57 +40,30 @@ class TorchExecutor(Executor):
 
     def __init__(self, options: Any = None) -> None:
         super().__init__(options)
-        self._model_name: str | None = None
+        self._model: str | None = None
         self._attention: Attention | None = None
         self._seed = 0
-        self._model: LoadedModel | None = None
-        self._layers: PagedLayers | None = None
-        self._page_size = 0
+        self._runner: Runner | None = None
 
     def use(self, *, model: str, attention: Attention | None, seed: int = 0) -> None:
         """Say what to serve: the model (see ``resolve``), the attention backend, the seed of unseeded requests.
 
         Called once, before ``load``. Mutates.
         """
-        self._model_name, self._attention, self._seed = model, attention, seed
+        self._model, self._attention, self._seed = model, attention, seed
 
     def load(self) -> ModelInfo:
         """Read the model and prepack its weights. Raises ``ModelError``; ``ConfigError`` without ``use``."""
-        if self._model_name is None or self._attention is None:
+        if self._model is None or self._attention is None:
             raise ConfigError("executor torch needs a model and an attention backend before load(): call use()")
-        if self.options.threads is not None:
-            t.set_num_threads(self.options.threads)
-        started = time.perf_counter()
-        dtype = self._dtype
-        source = resolve(self._model_name)
-        model = load_model(source, dtype)
-        packed = model.pack() if self.options.packed and can_pack(dtype) else 0
-        self._model = model
-        return ModelInfo(
-            name=source.served_name,
-            vocab_size=model.vocab_size,
-            max_model_len=model.max_model_len,
-            eos_ids=model.eos_ids,
-            fingerprint=f"{model.fingerprint}:{self.options.dtype}",
-            kv_bytes_per_token=kv_bytes(model.layers, dtype),
-            details={
-                "architecture": type(model.module).__name__,
-                "parameters": model.parameters,
-                "layers": len(model.layers),
-                "dtype": self.options.dtype,
-                "attention": self._attention.name,
-                "packed_linears": packed,
-                "threads": t.get_num_threads(),
-                "load_seconds": round(time.perf_counter() - started, 3),
-            },
-        )
+        from engine.plugins.executors._runner import Runner
+
+        self._runner = Runner(self.options, self._model, self._attention, self._seed)
+        return self._runner.load()
 
     def allocate(self, num_pages: int, page_size: int) -> None:
         """Allocate K and V of every layer, zeroed, ``[num_pages, page_size, kv_heads, head_dim]``. Mutates."""
-        if self._model is None or self._attention is None:
-            raise ExecutionError("executor torch: load() comes before allocate()")
-        self._layers = PagedLayers(self._attention, self._model.layers, num_pages, page_size, self._dtype)
-        self._page_size = page_size
+        self._loaded.allocate(num_pages, page_size)
 
     def start(self, context: Context) -> None:
         """Start the attention backend, which is this executor's. Called once, after ``allocate``."""
@@ -108,52 +76,23 @@ class TorchExecutor(Executor):
         Raises:
             ExecutionError: nothing is allocated, or a row's tokens are not all known.
         """
-        if self._model is None or self._layers is None or self._attention is None:
-            raise ExecutionError("executor torch: load() and allocate() come before execute()")
-        if not plan:
-            return Outcome(plan, ())
-        rows = [row for row, wanted in enumerate(plan.samples) if wanted]
-        ends = list(itertools.accumulate(plan.counts))
-        with t.inference_mode(), active(self._layers):
-            ids, positions = self._inputs(plan)
-            self._attention.plan_batch(self._batch(plan))
-            logits = self._model.run(ids, positions, t.tensor([ends[row] - 1 for row in rows], dtype=t.long))
-            draws = [draw_for(plan.requests[row], plan.starts[row] + plan.counts[row], self._seed) for row in rows]
-            chosen, bad = sample(logits, draws) if rows else ([], [])
-        failed = {rows[index]: "the model's logits are not numbers (NaN)" for index in bad}
-        tokens: list[tuple[int, ...]] = [()] * len(plan.requests)
-        for row, token in zip(rows, chosen, strict=True):
-            if row not in failed:
-                tokens[row] = (token,)
-        return Outcome(plan, tuple(tokens), failed)
+        return self._loaded.execute(plan)
 
     def close(self) -> None:
         """Free weights and KV memory, and close the attention backend. Idempotent."""
         if self._attention is not None:
             self._attention.close()
-        self._model = None
-        self._layers = None
-        self._attention = None
+        if self._runner is not None:
+            self._runner.close()
+        self._attention = self._runner = None
 
     @property
     def kv(self) -> dict[int, tuple[Tensor, Tensor]]:
         """Layer index -> its K and V memory itself, for connectors and tests. Empty before ``allocate``."""
-        return {} if self._layers is None else self._layers.pages
+        return {} if self._runner is None else self._runner.kv
 
     @property
-    def _dtype(self) -> t.dtype:
-        dtype: t.dtype = getattr(t, self.options.dtype)
-        return dtype
-
-    def _batch(self, plan: Plan) -> Batch:
-        return Batch(starts=plan.starts, counts=plan.counts, pages=plan.tables, page_size=self._page_size)
-
-    def _inputs(self, plan: Plan) -> tuple[Tensor, Tensor]:
-        ids: list[int] = []
-        positions: list[int] = []
-        for request, start, count in zip(plan.requests, plan.starts, plan.counts, strict=True):
-            ids += request.tokens[start : start + count]
-            positions += range(start, start + count)
-        if len(ids) != len(positions):
-            raise ExecutionError("the plan computes tokens that are not known yet")
-        return t.tensor(ids, dtype=t.long), t.tensor(positions, dtype=t.long)
+    def _loaded(self) -> Runner:
+        if self._runner is None:
+            raise ExecutionError("executor torch: load() and allocate() come before anything is computed")
+        return self._runner

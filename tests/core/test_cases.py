@@ -375,6 +375,28 @@ def test_failing_steps_end_their_own_requests_only():
     assert core.counters.failed_steps == 1
 
 
+def test_an_executor_that_always_fails_is_given_up():
+    from engine.core import ExecutionError
+
+    executor = ScriptedExecutor(next_token)
+    core = make_core(executor=executor)
+    executor.fail_next = 10**6
+    ended = []
+    for number in range(3):
+        core.add([1], SamplingParams(max_tokens=3), request_id=f"r{number}")
+        ended += [(delta.request_id, delta.finish) for delta in core.step()]
+    with pytest.raises(ExecutionError, match="3 steps in a row failed; the last one: RuntimeError"):
+        core.step()
+    assert ended == [("r0", "error"), ("r1", "error"), ("r2", "error")]
+    core = make_core(executor=executor)
+    for _ in range(5):
+        executor.fail_next = 1
+        core.add([1], SamplingParams(max_tokens=1))
+        core.step()
+        core.add([1], SamplingParams(max_tokens=1))
+        core.step()
+
+
 def test_a_row_that_fails_alone():
     executor = ShadowExecutor(next_token)
     core = make_core(executor=executor)

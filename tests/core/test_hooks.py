@@ -225,6 +225,33 @@ def test_a_wrong_parameter_is_an_error():
         make_core(policies=[Wrong()])
 
 
+def test_only_a_scheduler_plans():
+    class Usurper(Policy):
+        name = "usurper"
+
+        @hookimpl
+        def plan(self, step):
+            return step.seal()
+
+    with pytest.raises(PluginError, match="only a scheduler may answer 'plan'"):
+        make_core(policies=[Usurper()])
+
+
+def test_a_policy_cannot_spoil_the_queue_in_place():
+    class Vandal(Policy):
+        name = "vandal"
+
+        @hookimpl
+        def order(self, waiting):
+            waiting.clear()
+
+    core = make_core(policies=[Vandal()])
+    requests = add_many(core, [4, 4])
+    run(core)
+    assert all(request.finish == "length" for request in requests)
+    assert core.hooks.faults()
+
+
 def test_commit_is_told_the_cache_first_then_the_scheduler():
     told = []
     core = make_core(policies=[])

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from engine.core.batch import Batch
-from engine.plugins.attention.torch import GROUP_SLACK, TorchAttention, group_by_length
+from engine.plugins.attention._reference import GROUP_SLACK, group_by_length
+from engine.plugins.attention.torch import TorchAttention
 
 POISON = float("nan")
 

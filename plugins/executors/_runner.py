@@ -1,0 +1,131 @@
+"""What the torch executor is made of: a model of transformers, an attention backend, KV memory, a sampler."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import TYPE_CHECKING
+
+from engine.plugins.executors import _openmp  # noqa: F401  (its setting counts only before torch is imported)
+
+# isort: split
+import torch as t
+from torch import Tensor
+
+from engine.core.batch import Batch
+from engine.core.errors import ExecutionError
+from engine.core.models.source import resolve
+from engine.core.plan import Outcome, Plan
+from engine.core.protocols import Attention, ModelInfo
+from engine.plugins.executors._model import LoadedModel, kv_bytes, load_model
+from engine.plugins.executors._packed import can_pack
+from engine.plugins.executors._paged import PagedLayers, active
+from engine.plugins.executors._sampling import draw_for, sample
+
+if TYPE_CHECKING:
+    from engine.plugins.executors.torch import TorchOptions
+
+
+class Runner:
+    """Runs plans with transformers' modelling code and an attention plugin on paged KV.
+
+    Life: ``load`` → ``allocate`` → ``execute`` … → ``close``. Not thread-safe: one step at a time.
+    """
+
+    def __init__(self, options: TorchOptions, model: str, attention: Attention, seed: int) -> None:
+        self.options = options
+        self._model_name = model
+        self._attention = attention
+        self._seed = seed
+        self._model: LoadedModel | None = None
+        self._layers: PagedLayers | None = None
+        self._page_size = 0
+
+    def load(self) -> ModelInfo:
+        """Read the model and prepack its weights. Raises ``ModelError``."""
+        if self.options.threads is not None:
+            t.set_num_threads(self.options.threads)
+        started = time.perf_counter()
+        dtype = self._dtype
+        source = resolve(self._model_name)
+        model = load_model(source, dtype)
+        packed = model.pack() if self.options.packed and can_pack(dtype) else 0
+        self._model = model
+        return ModelInfo(
+            name=source.served_name,
+            vocab_size=model.vocab_size,
+            max_model_len=model.max_model_len,
+            eos_ids=model.eos_ids,
+            fingerprint=f"{model.fingerprint}:{self.options.dtype}",
+            kv_bytes_per_token=kv_bytes(model.layers, dtype),
+            details={
+                "architecture": type(model.module).__name__,
+                "parameters": model.parameters,
+                "layers": len(model.layers),
+                "dtype": self.options.dtype,
+                "attention": self._attention.name,
+                "packed_linears": packed,
+                "threads": t.get_num_threads(),
+                "load_seconds": round(time.perf_counter() - started, 3),
+            },
+        )
+
+    def allocate(self, num_pages: int, page_size: int) -> None:
+        """Allocate K and V of every layer, zeroed, ``[num_pages, page_size, kv_heads, head_dim]``. Mutates."""
+        if self._model is None:
+            raise ExecutionError("executor torch: load() comes before allocate()")
+        self._layers = PagedLayers(self._attention, self._model.layers, num_pages, page_size, self._dtype)
+        self._page_size = page_size
+
+    def execute(self, plan: Plan) -> Outcome:
+        """Compute a plan. Rows whose logits hold NaN go into ``errors``; the others stand. Mutates KV memory only.
+
+        Raises:
+            ExecutionError: nothing is allocated, or a row's tokens are not all known.
+        """
+        if self._model is None or self._layers is None:
+            raise ExecutionError("executor torch: load() and allocate() come before execute()")
+        if not plan:
+            return Outcome(plan, ())
+        rows = [row for row, wanted in enumerate(plan.samples) if wanted]
+        ends = list(itertools.accumulate(plan.counts))
+        with t.inference_mode(), active(self._layers):
+            ids, positions = self._inputs(plan)
+            self._attention.plan_batch(self._batch(plan))
+            logits = self._model.run(ids, positions, t.tensor([ends[row] - 1 for row in rows], dtype=t.long))
+            draws = [draw_for(plan.requests[row], plan.starts[row] + plan.counts[row], self._seed) for row in rows]
+            chosen, bad = sample(logits, draws) if rows else ([], [])
+        failed = {rows[index]: "the model's logits are not numbers (NaN)" for index in bad}
+        tokens: list[tuple[int, ...]] = [()] * len(plan.requests)
+        for row, token in zip(rows, chosen, strict=True):
+            if row not in failed:
+                tokens[row] = (token,)
+        return Outcome(plan, tuple(tokens), failed)
+
+    def close(self) -> None:
+        """Free weights and KV memory. Idempotent."""
+        self._model = None
+        self._layers = None
+
+    @property
+    def kv(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """Layer index -> its K and V memory itself, for connectors and tests. Empty before ``allocate``."""
+        return {} if self._layers is None else self._layers.pages
+
+    @property
+    def _dtype(self) -> t.dtype:
+        dtype: t.dtype = getattr(t, self.options.dtype)
+        return dtype
+
+    def _batch(self, plan: Plan) -> Batch:
+        return Batch(starts=plan.starts, counts=plan.counts, pages=plan.tables, page_size=self._page_size)
+
+    def _inputs(self, plan: Plan) -> tuple[Tensor, Tensor]:
+        ids: list[int] = []
+        positions: list[int] = []
+        for request, start, count in zip(plan.requests, plan.starts, plan.counts, strict=True):
+            ids += request.tokens[start : start + count]
+            positions += range(start, start + count)
+        if len(ids) != len(positions):
+            raise ExecutionError("the plan computes tokens that are not known yet")
+        return t.tensor(ids, dtype=t.long), t.tensor(positions, dtype=t.long)

@@ -1,0 +1,127 @@
+"""The documents say what is true: commands exist, tables match, code runs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import textwrap
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from engine.core import EngineConfig, hookspecs, load_config
+from engine.core.hooks import HOOKS
+from engine.core.plan import Why
+from engine.core.registry import Registry
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+DOCS = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
+ALL = {"README.md": README, **DOCS}
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def test_the_table_of_plugins_is_what_is_installed():
+    rows = {tuple(row) for row in re.findall(r"^\| (\w+) \| `([\w-]+)`", README, re.MULTILINE)}
+    installed = {(line.role, line.name) for line in Registry().listing() if line.distribution == "sixhooks"}
+    assert rows == installed
+    for line in Registry().listing():
+        if line.distribution == "sixhooks":
+            for alias in line.aliases:
+                assert f"`{alias}`" in README
+
+
+def test_make_targets_of_the_readme_exist():
+    targets = set(re.findall(r"^make ([\w-]+)", README, re.MULTILINE))
+    makefile = (ROOT / "Makefile").read_text()
+    assert targets == {"serve", "test"}
+    for target in targets:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+
+
+def test_links_lead_somewhere():
+    for name, text in ALL.items():
+        folder = ROOT if name == "README.md" else ROOT / "docs"
+        for target in re.findall(r"\]\((?!http)([^)#]+)\)", text):
+            assert (folder / target).exists(), f"{name}: {target}"
+
+
+def test_the_ten_line_plugin_is_the_example():
+    (shown,) = [block for block in blocks(README, "python") if "ShortestFirst" in block]
+    example = (ROOT / "examples/shortest-first/shortest_first.py").read_text()
+    assert shown.strip() == example.split('"""\n\n', 1)[1].strip()
+
+
+@pytest.mark.parametrize(
+    ("name", "number"), [(n, i) for n, text in DOCS.items() for i in range(len(blocks(text, "python")))]
+)
+def test_python_in_the_docs_runs(name, number):
+    code = blocks(DOCS[name], "python")[number]
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_toml_in_the_docs_is_accepted(tmp_path):
+    for name, text in ALL.items():
+        for block in blocks(text, "toml"):
+            tomllib.loads(block)
+            file = tmp_path / "engine.toml"
+            file.write_text(block)
+            assert isinstance(load_config(file=file).config, EngineConfig), name
+
+
+@pytest.mark.model
+def test_the_embedding_example_of_the_readme_runs():
+    (code,) = [block for block in blocks(README, "python") if "LLM" in block]
+    done = subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True, text=True)
+    assert "Paris" in done.stdout
+
+
+def test_every_hook_is_documented_with_its_signature():
+    assert set(HOOKS) == {name for name in vars(hookspecs) if hasattr(getattr(hookspecs, name), "engine_spec")}
+    for hook in HOOKS:
+        spec = getattr(hookspecs, hook)
+        parameters = ", ".join(spec.__code__.co_varnames[: spec.__code__.co_argcount])
+        assert f"`{hook}({parameters})`" in DOCS["architecture.md"]
+        for parameter in parameters.split(", "):
+            assert f":param {parameter}:" in spec.__doc__
+        assert "Example::" in spec.__doc__
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_the_example_of_every_hook_runs(hook):
+    """The class in the documentation is built, registered and asked."""
+    import engine.core as core
+    from engine.core import Connector, Policy, SamplingParams, Scheduler, Transfer
+    from engine.testing import make_core
+
+    source = textwrap.dedent(getattr(hookspecs, hook).__doc__.split("Example::", 1)[1])
+    names = {"__name__": "example", **{name: getattr(core, name) for name in core.__all__}}
+    exec(source, names)
+    (plugin,) = [
+        value() for value in names.values()
+        if isinstance(value, type) and value.__module__ == "example" and hook in vars(value)
+    ]  # fmt: skip
+    kwargs = {"scheduler": plugin} if isinstance(plugin, Scheduler) else {}
+    engine = make_core(
+        **kwargs,
+        policies=[plugin] if isinstance(plugin, Policy) else [],
+        connectors=[plugin] if isinstance(plugin, Connector) else [],
+        num_pages=12,
+    )
+    requests = [engine.add([n] * 20, SamplingParams(max_tokens=3), metadata={"tenant": "t"}) for n in range(4)]
+    if hook == "transfer_kv":
+        engine.transfer(Transfer("t", "pull", requests[0].id))
+    while engine.has_work:
+        engine.step()
+    assert all(request.finish == "length" for request in requests)
+    assert engine.hooks.faults() == []
+
+
+def test_the_reasons_are_all_documented():
+    for why in Why:
+        assert f"`{why.value}`" in DOCS["architecture.md"]
