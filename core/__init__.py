@@ -51,7 +51,7 @@ from engine.core.protocols import (
     Scheduler,
 )
 from engine.core.request import Finish, Request, SamplingParams, State
-from engine.core.step import Step
+from engine.core.step import Step, StepView
 from engine.core.version import API_VERSION
 
 __all__ = [
@@ -97,6 +97,7 @@ __all__ = [
     "Selection",
     "State",
     "Step",
+    "StepView",
     "Transfer",
     "TransferEvent",
     "Wait",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pluggy
@@ -94,8 +94,11 @@ class HookBus:
         rank = {KVCache: 0, Scheduler: 1} if hook == "commit" else {Policy: 0, Connector: 1, Scheduler: 2, KVCache: 3}
         found: list[tuple[int, int, Impl]] = []
         for impl in getattr(self.manager.hook, hook).get_hookimpls():
-            if impl.wrapper or impl.hookwrapper:
-                raise PluginError(f"plugin {impl.plugin.name!r}: wrappers of {hook!r} are not supported")
+            if impl.wrapper or impl.hookwrapper or impl.tryfirst or impl.trylast:
+                raise PluginError(
+                    f"plugin {impl.plugin.name!r}: {hook!r} takes no wrapper, tryfirst or trylast: "
+                    f"the order of asking is the configuration's"
+                )
             if hook == "plan" and not isinstance(impl.plugin, Scheduler):
                 raise PluginError(f"plugin {impl.plugin.name!r}: only a scheduler may answer 'plan'")
             place = next((value for role, value in rank.items() if isinstance(impl.plugin, role)), 9)
@@ -126,7 +129,7 @@ class HookBus:
         for impl in self._order:
             if impl.disabled:
                 continue
-            answer = impl.ask(step, waiting)
+            answer = impl.ask(step.view if impl.contained else step, waiting)
             if answer is None:
                 continue
             ordered = _subset(answer, waiting)
@@ -140,26 +143,29 @@ class HookBus:
         for impl in self._admit:
             if impl.disabled:
                 continue
-            answer = impl.ask(step, request)
+            answer = impl.ask(step.view if impl.contained else step, request)
             if answer is None:
                 continue
-            if isinstance(answer, Wait | Reject):
+            if isinstance(answer, Wait | Reject) and isinstance(answer.reason, str):
                 return answer
-            impl.fault(f"admit answered {type(answer).__name__}, not Wait or Reject")
+            impl.fault(f"admit answered {answer!r:.80}, not Wait or Reject with a text")
         return None
 
-    def ask_evict(self, need: int, pool: EvictionPool) -> list[object]:
-        """Keys to give up, as the first plugin with an opinion says; validated by whoever drops them."""
+    def ask_evict(self, need: Callable[[], int], pool: EvictionPool) -> Iterator[Sequence[object]]:
+        """Keys to give up, one plugin's answer after the other, the defaults last; for as long as they are asked for.
+
+        Whoever uses the keys validates them, and stops when enough is given up; ``need`` says what is still missing.
+        """
         for impl in self._evict:
             if impl.disabled:
                 continue
-            answer = impl.ask(need, pool)
+            answer = impl.ask(need(), pool)
             if answer is None:
                 continue
             if isinstance(answer, Sequence) and not isinstance(answer, str | bytes):
-                return list(answer)
-            impl.fault(f"evict answered {type(answer).__name__}, not a sequence of keys")
-        return []
+                yield answer
+            else:
+                impl.fault(f"evict answered {type(answer).__name__}, not a sequence of keys")
 
     def tell_commit(self, outcome: Outcome) -> None:
         """Tell everybody, the KV cache first."""

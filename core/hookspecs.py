@@ -20,7 +20,7 @@ from engine.core.plan import EvictionPool, Outcome, Plan, Reject, Transfer, Tran
 from engine.core.request import Request
 
 if TYPE_CHECKING:
-    from engine.core.step import Step
+    from engine.core.step import Step, StepView
 
 PROJECT = "engine"
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -64,7 +64,7 @@ def plan(step: Step) -> Plan | None:
 
 
 @hookspec(firstresult=True)
-def order(step: Step, waiting: Sequence[Request]) -> Sequence[Request] | None:
+def order(step: Step | StepView, waiting: Sequence[Request]) -> Sequence[Request] | None:
     """Order the waiting requests, or leave some out for this step.
 
     Called by ``step.queue()`` at most once a step, over a bounded window (the front of the queue); stops at the first
@@ -73,7 +73,7 @@ def order(step: Step, waiting: Sequence[Request]) -> Sequence[Request] | None:
     The queue keeps the new order, so a stable sort is stable over steps. Requests left out keep their places behind
     and wait with reason ``order``. Ordering promises nothing: admission comes after.
 
-    :param step: to read (``step.cached(request)`` is the prefix-match length, memoised).
+    :param step: to read (``step.cached(request)`` is the prefix-match length, memoised). Policies get a read-only view.
     :param waiting: the requests in the queue's present order.
     :returns: the same requests in another order, or a subset; ``None`` leaves the order as it stands. An answer with
         unknown or repeated requests is ignored and counted against the plugin.
@@ -90,7 +90,7 @@ def order(step: Step, waiting: Sequence[Request]) -> Sequence[Request] | None:
 
 
 @hookspec(firstresult=True)
-def admit(step: Step, request: Request) -> Wait | Reject | None:
+def admit(step: Step | StepView, request: Request) -> Wait | Reject | None:
     """Object to a request being started now.
 
     Called by ``step.queue()`` for each candidate that the scheduler is about to try; stops at the first objection: a
@@ -98,7 +98,7 @@ def admit(step: Step, request: Request) -> Wait | Reject | None:
 
     When nothing runs and nothing was granted although work exists, objections of kind ``Wait`` are overridden.
 
-    :param step: to read.
+    :param step: to read. Policies get a read-only view.
     :param request: the candidate.
     :returns: ``None`` for no objection, ``Wait(reason)`` for not now, ``Reject(reason)`` to end the request.
 
@@ -115,18 +115,18 @@ def admit(step: Step, request: Request) -> Wait | Reject | None:
     """
 
 
-@hookspec(firstresult=True)
+@hookspec
 def evict(need: int, pool: EvictionPool) -> Sequence[object] | None:
     """Choose what to give up when pages are short.
 
-    Called by the core on shortage, in batches; stops at the first non-None result. With ``pool.kind == "cache"`` the
-    KV cache's default drops its least recently used content; with ``"running"`` the scheduler's default picks whom to
-    preempt.
+    Called by the core on shortage, in batches. An answer that gives up too little is followed by the next one's, the
+    defaults last. With ``pool.kind == "cache"`` the KV cache's default drops its least recently used content; with
+    ``"running"`` the scheduler's default picks whom to preempt.
 
     :param need: pages that must become available. A longer answer is fine: only as much as is needed is given up.
     :param pool: what there is to choose from.
-    :returns: keys of candidates, best first; ``None`` leaves the choice to the default. Keys are validated again, and
-        the default fills any remainder.
+    :returns: keys of candidates, best first; ``None`` leaves the choice to the next. Keys are validated again, and
+        the defaults fill any remainder.
 
     Example::
 

@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 ORDER_WINDOW = 4096
 IDLE_PLANS_BEFORE_OVERRIDE = 1
 IDLE_PLANS_BEFORE_FAILING = 2
-FAILED_STEPS_LIMIT = 3
 
 
 class EngineCore:
@@ -63,8 +62,7 @@ class EngineCore:
         self._last: Plan | None = None
         self._memo: dict[str, int] = {}
         self._idle_plans = 0
-        self._failed_in_a_row = 0
-        self._last_failure = ""
+        self._broken: str | None = None
         self._outbox: list[Delta] = []
         self._transfers = TransferBook(self.pool)
         self._results = ResultApplier(limits, kv, self.counters)
@@ -173,10 +171,10 @@ class EngineCore:
 
         Raises:
             InvariantViolation: a role plugin broke a rule; the engine must not go on.
-            ExecutionError: the executor failed several steps in a row (whose requests were told already).
+            ExecutionError: after a failed step (whose requests were told) the executor said that it is broken.
         """
-        if self._failed_in_a_row >= FAILED_STEPS_LIMIT:
-            raise ExecutionError(f"{self._failed_in_a_row} steps in a row failed; the last one: {self._last_failure}")
+        if self._broken is not None:
+            raise ExecutionError(f"the executor cannot go on: {self._broken}")
         self._move()
         plan = self.plan()
         if plan:
@@ -185,6 +183,7 @@ class EngineCore:
             except Exception as error:
                 log.exception("step %d failed", plan.index)
                 self.fail_step(plan, f"{type(error).__name__}: {error}")
+                self._broken = self.executor.broken()
                 return self.take_deltas()
         else:
             outcome = Outcome(plan, ())
@@ -210,12 +209,10 @@ class EngineCore:
         self._last = plan
         self.counters.preemptions += len(plan.preempted)
         self.counters.evicted_pages += plan.evicted_pages
-        if plan or not (self.running or len(self.waiting)):
-            self._idle_plans = 0
-        else:
-            self._idle_plans += 1
-            if self._idle_plans > IDLE_PLANS_BEFORE_OVERRIDE + IDLE_PLANS_BEFORE_FAILING:
-                self._break_stall()
+        if plan.total_tokens > self.limits.max_batch_tokens:
+            raise InvariantViolation(
+                f"a plan of {plan.total_tokens} tokens; {self.limits.max_batch_tokens} is the limit"
+            )
         return plan
 
     def commit(self, outcome: Outcome) -> None:
@@ -227,10 +224,12 @@ class EngineCore:
         plan = outcome.plan
         if self._in_flight is None or self._in_flight[0] is not plan or len(outcome.tokens) != len(plan.requests):
             raise InvariantViolation("a plan commits only with its own outcome, row by row")
+        step = self._in_flight[1]
         self._in_flight = None
-        if plan:
-            self._failed_in_a_row = 0
+        if outcome.errors:
+            self._isolate(outcome, step)
         self._results.apply(outcome, self._outbox)
+        self._watch_progress(len(outcome.dropped) < len(plan.requests))
         if outcome.finished:
             self.roster.sweep()
         self.hooks.tell_commit(outcome)
@@ -239,6 +238,18 @@ class EngineCore:
         if self._audit:
             self.check()
 
+    def _isolate(self, outcome: Outcome, step: Step) -> None:
+        """Rows failed alone: nothing that they were to compute may be matched, and whoever shared it starts again."""
+        plan = outcome.plan
+        live = [plan.requests[row] for row in outcome.errors if plan.requests[row].epoch == plan.epochs[row]]
+        dependents = [request for request in step.dependents(live) if request.state is State.RUNNING]
+        for request in [*live, *dependents]:
+            self.kv.unpublish(step.journal.pop(request, []))
+        for request in dependents:
+            if request not in live:
+                self.counters.preemptions += 1
+                self.give_up(request, front=True)
+
     def fail_step(self, plan: Plan, why: str) -> None:
         """The plan in flight was not computed: un-publish what it published, end its requests with an error."""
         if self._in_flight is None or self._in_flight[0] is not plan:
@@ -246,8 +257,6 @@ class EngineCore:
         step = self._in_flight[1]
         self._in_flight = None
         self.counters.failed_steps += 1
-        self._failed_in_a_row += 1
-        self._last_failure = why
         for keys in step.journal.values():
             self.kv.unpublish(keys)
         for request, epoch in zip(plan.requests, plan.epochs, strict=True):
@@ -309,9 +318,10 @@ class EngineCore:
     def choose_victim(self, step: Step, needy: Request | None) -> Request | None:
         """Whom to preempt: the hook's first valid answer, else the latest admitted."""
         pool = running_pool(self, step, needy)
-        for key in self.hooks.ask_evict(1, pool):
-            if isinstance(key, Request) and step.may_preempt(key):
-                return key
+        for keys in self.hooks.ask_evict(lambda: 1, pool):
+            for key in keys:
+                if isinstance(key, Request) and step.may_preempt(key):
+                    return key
         remaining: Sequence[Candidate] = pool.candidates()
         return remaining[0].request if remaining else None
 
@@ -323,13 +333,15 @@ class EngineCore:
         if short > self.kv.numbers().evictable:
             return False
         pool = EvictionPool("cache", self.kv.candidates)
-        step.evicted += self.kv.drop(self.hooks.ask_evict(short, pool), short)
-        while (short := count - self.pool.num_free) > 0:
-            freed = self.kv.drop(self.kv.victims(short), short)
-            step.evicted += freed
-            if not freed:
-                return False
-        return True
+
+        def missing() -> int:
+            return count - self.pool.num_free
+
+        for keys in self.hooks.ask_evict(missing, pool):
+            step.evicted += self.kv.drop(keys, missing())
+            if missing() <= 0:
+                return True
+        return False
 
     # ---- transfers
 
@@ -391,9 +403,21 @@ class EngineCore:
 
     # ---- inside
 
-    def _break_stall(self) -> None:
-        """Work exists, nothing runs, and asking again did not help: end one request rather than hang in silence."""
-        head = self.waiting.head() or self.running[-1]
-        words = self.why(head.id) or (Why.PAGES, "")
-        self.fail(head, f"cannot be scheduled although nothing else runs: {words[0]} {words[1]}".rstrip())
+    def _watch_progress(self, moved: bool) -> None:
+        """Count steps that moved nothing although there was work; after a few, end one request rather than hang."""
+        if moved or not (self.running or len(self.waiting)):
+            self._idle_plans = 0
+            return
+        self._idle_plans += 1
+        if self._idle_plans <= IDLE_PLANS_BEFORE_OVERRIDE + IDLE_PLANS_BEFORE_FAILING:
+            return
+        stuck = self.running[-1] if self.running else self.waiting.head()
+        assert stuck is not None
+        if stuck.state is State.RUNNING:
+            cause = "it runs, but was granted nothing that came to a result"
+        else:
+            why, words = self.why(stuck.id) or (Why.NOT_ASKED, "")
+            cause = f"nothing runs, and still it waits: {why} {words}".rstrip()
+        name = self.scheduler.name
+        self.fail(stuck, f"scheduler {name!r} made no progress for {self._idle_plans} steps; {cause}")
         self._idle_plans = 0

@@ -268,6 +268,13 @@ class Executor(Plugin, ABC):
         ``outcome.errors``.
         """
 
+    def broken(self) -> str | None:
+        """Asked after a step failed: ``None`` if later steps may work, else the cause; the engine then stops.
+
+        An executor whose device is lost must say so: as long as it does not, only the failed step's requests end.
+        """
+        return None
+
     def forget(self, request: Request) -> None:
         """The request ended; drop per-request state. Called at most once a request."""
 

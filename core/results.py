@@ -51,17 +51,19 @@ class ResultApplier:
             if request.epoch != epoch:
                 dropped.append(row)
                 continue
-            computed += count
             request.in_flight -= count
+            if errors and row in errors:  # what it computed is worth nothing: no progress, nothing is published
+                finish(request, Finish.ERROR, errors[row], self._counters)
+                finished.append(request)
+                outbox.append(delta(request, ()))
+                continue
+            computed += count
             request.computed += count
             if publishes:
                 self._publish(request, count)
-            if errors and row in errors:
-                finish(request, Finish.ERROR, errors[row], self._counters)
-                tokens = ()
-            elif not tokens:
+            if not tokens:
                 continue
-            elif len(tokens) == 1 and 0 <= (token := tokens[0]) < vocab and token not in request.stop_ids:
+            if len(tokens) == 1 and 0 <= (token := tokens[0]) < vocab and token not in request.stop_ids:
                 # The steady state: one token that can only end the request by its length.
                 known = request.tokens
                 known.append(token)

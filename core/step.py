@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from engine.core.errors import InvariantViolation
 from engine.core.plan import Candidate, EvictionPool, KVNumbers, Plan, Reject, Room, Wait, Why
 from engine.core.request import Request, State
 
@@ -32,11 +33,11 @@ class Step:
     """
 
     __slots__ = (
+        "_adopters",
         "_asked",
         "_core",
         "_fresh",
         "_kv",
-        "_needed",
         "_rows",
         "_size",
         "_starts",
@@ -50,7 +51,8 @@ class Step:
         "plan",
         "preempted",
         "refused",
-    )  # fmt: skip
+        "view",
+    )
 
     def __init__(self, core: EngineCore, index: int, *, override: bool = False) -> None:
         self._core = core
@@ -67,16 +69,17 @@ class Step:
         self._rows: dict[Request, int] = {}
         self._starts: dict[Request, int] = {}
         self._fresh: dict[int, Request] = {}  # page published in this step -> who computes it
-        self._needed: set[Request] = set()  # somebody else adopted their fresh pages: no victims in this step
+        self._adopters: dict[Request, list[Request]] = {}  # publisher -> who adopted its fresh pages
         self._waits: dict[str, tuple[Why, str]] = {}
         self._asked = False
         self.plan: Plan | None = None
+        self.view = StepView(self)
 
     # ---- to read
 
     @property
     def running(self) -> Sequence[Request]:
-        """Requests that hold pages, in order of admission. To read."""
+        """Requests that hold pages, in order of admission. The list itself: copy it before changing any."""
         return self._core.running
 
     @property
@@ -110,6 +113,8 @@ class Step:
     def queue(self) -> Iterator[Request]:
         """Waiting requests, after ``order`` and ``admit``, lazily. Start them or not; stop when you like."""
         core = self._core
+        if self.plan is not None:
+            return
         self._asked = True
         for request in core.order(self):
             if request.state is not State.WAITING:
@@ -207,7 +212,8 @@ class Step:
             self._kv.release(request, keep=0)
             request.pages = []
             return self._refuse(request, Why.PAGES)
-        self._needed.update(self._fresh[page] for page in adopted if page in self._fresh)
+        for publisher in {self._fresh[page] for page in adopted if page in self._fresh}:
+            self._adopters.setdefault(publisher, []).append(request)
         core.enter(request, match.tokens)
         self.admitted.append(request)
         self._waits.pop(request.id, None)
@@ -241,7 +247,18 @@ class Step:
 
     def may_preempt(self, request: Request) -> bool:
         """True where the request runs and nobody depends on what it computes in this step."""
-        return request.state is State.RUNNING and request not in self._needed
+        return request.state is State.RUNNING and request not in self._adopters and self.plan is None
+
+    def dependents(self, requests: Sequence[Request]) -> list[Request]:
+        """Requests that adopted, directly or through others, pages that these were to compute in this step."""
+        found: list[Request] = []
+        pending = list(requests)
+        while pending:
+            for adopter in self._adopters.get(pending.pop(), ()):
+                if adopter not in found:
+                    found.append(adopter)
+                    pending.append(adopter)
+        return found
 
     def seal(self, mode: str = "mixed", *, otherwise: Why | None = None, common_prefix_pages: int = 0) -> Plan:
         """Close the step: the immutable plan, with a reason for every request that waits. Call it once, last.
@@ -250,7 +267,12 @@ class Step:
             mode: the scheduler's word for the batch.
             otherwise: the reason of waiting requests that were not looked at.
             common_prefix_pages: pages that all rows share at their front.
+
+        Raises:
+            InvariantViolation: the step is sealed already.
         """
+        if self.plan is not None:
+            raise InvariantViolation("a step is sealed once")
         requests = tuple(self._rows)
         counts = tuple(self._rows.values())
         starts = tuple(self._starts[request] for request in requests)
@@ -307,6 +329,63 @@ class Step:
         self.budget += count
         self._fresh = {page: owner for page, owner in self._fresh.items() if owner is not request}
         self._kv.unpublish(self.journal.pop(request, []))
+
+
+class StepView:
+    """What policies see of a step: everything to read, nothing to write."""
+
+    __slots__ = ("_step",)
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+
+    @property
+    def index(self) -> int:
+        """Number of the step."""
+        return self._step.index
+
+    @property
+    def budget(self) -> int:
+        """Tokens that may still be granted."""
+        return self._step.budget
+
+    @property
+    def override(self) -> bool:
+        """True when objections are ignored, since nothing else could happen."""
+        return self._step.override
+
+    @property
+    def running(self) -> tuple[Request, ...]:
+        """Requests that hold pages, in order of admission."""
+        return tuple(self._step.running)
+
+    @property
+    def waiting(self) -> int:
+        """Length of the queue."""
+        return self._step.waiting
+
+    @property
+    def slots(self) -> int:
+        """How many more requests may start."""
+        return self._step.slots
+
+    @property
+    def kv(self) -> KVNumbers:
+        """Page counts at this moment."""
+        return self._step.kv
+
+    @property
+    def tokens_planned(self) -> int:
+        """Tokens granted so far."""
+        return self._step.tokens_planned
+
+    def granted(self, request: Request) -> int:
+        """Tokens that the request was granted in this step."""
+        return self._step.granted(request)
+
+    def cached(self, request: Request) -> int:
+        """Length of the request's cached prefix in tokens, looked up once a step."""
+        return self._step.cached(request)
 
 
 def running_pool(core: EngineCore, step: Step, needy: Request | None) -> EvictionPool:

@@ -24,6 +24,7 @@ from engine.core.protocols import Context, KVCache, Match, PluginOptions, Public
 from engine.core.request import Request
 
 Branch = tuple[object, ...]
+HEAP_SLACK = 64
 
 
 class Node:
@@ -76,6 +77,7 @@ class RadixCache(KVCache):
         self._evictable = 0
         self._heap: list[tuple[int, int, Node]] = []  # leaves by last use; entries gone stale are skipped when met
         self._entries = 0
+        self._count = 0  # nodes in the tree
 
     # ---- the protocol
 
@@ -176,6 +178,7 @@ class RadixCache(KVCache):
                 assert parent is not None
                 del parent.children[node.branch]
                 node.parent = None
+                self._count -= 1
                 self._evictable -= len(node.pages)
                 self._pool.give(node.pages)
                 freed += len(node.pages)
@@ -244,6 +247,7 @@ class RadixCache(KVCache):
             branch = self._branch(request, have * size, node)
             child = Node(node, branch, request.tokens[have * size : full * size], new, self._clock)
             node.children[child.branch] = child
+            self._count += 1
             self._private -= len(new)
             self._evictable += len(new)
             self._offer(child)
@@ -282,6 +286,7 @@ class RadixCache(KVCache):
         node.tokens, node.pages = node.tokens[cut:], node.pages[pages:]
         node.parent, node.branch = upper, tuple(node.tokens[: self._page_size])
         upper.children[node.branch] = node
+        self._count += 1
         return upper
 
     def _path(self, node: Node) -> Iterator[Node]:
@@ -309,8 +314,14 @@ class RadixCache(KVCache):
 
     def _offer(self, node: Node) -> None:
         """The node may have become an evictable leaf."""
-        if not node.locks and not node.children:
-            self._push(node)
+        if node.locks or node.children:
+            return
+        if len(self._heap) > 2 * self._count + HEAP_SLACK:  # mostly stale: without a shortage nobody meets them
+            leaves = [leaf for leaf in self._nodes() if not leaf.locks and not leaf.children and leaf is not node]
+            self._heap = [(leaf.used, number, leaf) for number, leaf in enumerate(leaves)]
+            heapq.heapify(self._heap)
+            self._entries = len(leaves)
+        self._push(node)
 
     def _push(self, node: Node) -> None:
         self._entries += 1
@@ -338,6 +349,8 @@ class RadixCache(KVCache):
                 pinned += len(node.pages)
             else:
                 evictable += len(node.pages)
+        if sum(1 for _ in self._nodes()) != self._count:
+            raise InvariantViolation("radix: the number of nodes is wrong")
         if (evictable, pinned) != (self._evictable, self._pinned):
             raise InvariantViolation(
                 f"radix: counts {self._evictable} evictable, {self._pinned} pinned; the tree has {evictable}, {pinned}"

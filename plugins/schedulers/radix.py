@@ -61,10 +61,13 @@ class RadixScheduler(Scheduler):
                 f"scheduler radix: without chunked prefill max_batch_tokens ({limits.max_batch_tokens}) must hold "
                 f"the longest prompt ({limits.max_model_len - 1} tokens)"
             )
-        if size is not None and size != -1 and size < limits.page_size:
-            raise ConfigError(f"scheduler radix: chunked_prefill_size {size} is below the page size {limits.page_size}")
         self.limits = limits
         self.chunk_size = None if size == -1 else min(size or limits.max_batch_tokens, limits.max_batch_tokens)
+        if self.chunk_size is not None and self.chunk_size < limits.page_size:
+            raise ConfigError(
+                f"scheduler radix: chunks are whole pages, so chunked_prefill_size and max_batch_tokens must be at "
+                f"least the page size {limits.page_size}; {self.chunk_size} is below it"
+            )
         self.decoding: list[Request] = []  # those that decode, in batch order
         self.chunked: Request | None = None  # the one whose prompt is being computed in chunks
         self.init_ratio = min(INIT_RATIO * self.options.schedule_conservativeness, 1.0)

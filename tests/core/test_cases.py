@@ -269,7 +269,7 @@ def test_b15_nothing_matchable_before_it_is_computed(scheduler, kvcache, fault, 
     cold = make_core(executor=ScriptedExecutor(next_token))
     cold.add(prompt, SamplingParams(max_tokens=3), request_id="cold")
     assert again.output == drain(cold)["cold"][0]
-    assert executor.broken is None
+    assert executor.mismatch is None
 
 
 @every_combination
@@ -282,7 +282,7 @@ def test_b15_twins_in_one_step(scheduler, kvcache):
     assert results["one"][0] == results["two"][0]
     # Pages published when planned are shared within the step; a tree filled on commit computes them twice.
     assert core.counters.cached_tokens == (16 if kvcache == "paged" else 0)
-    assert executor.broken is None
+    assert executor.mismatch is None
 
 
 def test_b17_double_release_raises():
@@ -375,26 +375,44 @@ def test_failing_steps_end_their_own_requests_only():
     assert core.counters.failed_steps == 1
 
 
-def test_an_executor_that_always_fails_is_given_up():
+def test_an_executor_that_says_it_is_broken_stops_the_engine_after_its_requests_were_told():
     from engine.core import ExecutionError
 
     executor = ScriptedExecutor(next_token)
     core = make_core(executor=executor)
-    executor.fail_next = 10**6
-    ended = []
-    for number in range(3):
-        core.add([1], SamplingParams(max_tokens=3), request_id=f"r{number}")
-        ended += [(delta.request_id, delta.finish) for delta in core.step()]
-    with pytest.raises(ExecutionError, match="3 steps in a row failed; the last one: RuntimeError"):
-        core.step()
-    assert ended == [("r0", "error"), ("r1", "error"), ("r2", "error")]
-    core = make_core(executor=executor)
-    for _ in range(5):
+    for number in range(5):  # failing alone is no reason to stop
         executor.fail_next = 1
-        core.add([1], SamplingParams(max_tokens=1))
+        core.add([1], SamplingParams(max_tokens=1), request_id=f"r{number}")
+        assert core.step()[0].finish == "error"
+    executor.fail_next, executor.broken_cause = 1, "the device is lost"
+    core.add([1], SamplingParams(max_tokens=1), request_id="last")
+    assert core.step()[0].finish == "error"
+    with pytest.raises(ExecutionError, match="cannot go on: the device is lost"):
         core.step()
-        core.add([1], SamplingParams(max_tokens=1))
-        core.step()
+
+
+@every_combination
+def test_a_failed_row_leaves_nothing_behind(scheduler, kvcache):
+    """Neither its prompt nor what its twin took from it in the same step may ever be matched."""
+    executor = ShadowExecutor(next_token)
+    core = make_core(scheduler=scheduler, kvcache=kvcache, executor=executor)
+    prompt = [at % 13 for at in range(20)]
+    twins = [core.add(prompt, SamplingParams(max_tokens=4), request_id=name) for name in ("bad", "twin")]
+    executor.row_errors = {"bad": "logits are not numbers"}
+    results = drain(core)
+    again = core.add(prompt, SamplingParams(max_tokens=4), request_id="again")
+    results |= drain(core)
+    assert results["bad"] == ([], "error", "logits are not numbers")
+    assert results["twin"][1] == "length"
+    assert twins[1].output == again.output
+    assert executor.mismatch is None
+    alone = make_core(scheduler=scheduler, kvcache=kvcache, executor=ShadowExecutor(next_token))
+    bad = alone.add(prompt, SamplingParams(max_tokens=4), request_id="bad")
+    alone.executor.row_errors = {"bad": "logits are not numbers"}
+    drain(alone)
+    probe = alone.add(prompt, SamplingParams(max_tokens=1))
+    assert bad.finish == "error"
+    assert alone.kv.match(probe).tokens == 0
 
 
 def test_a_row_that_fails_alone():
@@ -406,6 +424,14 @@ def test_a_row_that_fails_alone():
     results = drain(core)
     assert results["bad"] == ([], "error", "logits are not numbers")
     assert results["good"][1] == "length"
+
+
+def test_the_radix_heap_does_not_grow_with_requests():
+    core = make_core(kvcache="radix", num_pages=64, executor=ScriptedExecutor(next_token), audit=False)
+    for number in range(1500):
+        core.add([number % 3] * 9, SamplingParams(max_tokens=2))
+        drain(core)
+    assert len(core.kv._heap) < 200
 
 
 def test_a_token_outside_the_vocabulary_ends_its_request():

@@ -146,6 +146,78 @@ def test_objections_are_overridden_when_nothing_else_can_happen():
     assert len(plans) < 10
 
 
+GRABS = [
+    pytest.param(lambda step, requests: step.seal(), id="seal"),
+    pytest.param(lambda step, requests: step.start(requests[0], 1), id="start"),
+    pytest.param(lambda step, requests: step.preempt(victim=requests[0]), id="preempt"),
+    pytest.param(lambda step, requests: setattr(step, "budget", 10**6), id="budget"),
+    pytest.param(lambda step, requests: step.running.clear(), id="running"),
+    pytest.param(lambda step, requests: Reject(42), id="reject with a number"),
+]
+
+
+@pytest.mark.parametrize("grab", GRABS)
+@pytest.mark.parametrize("scheduler", ["unified", "radix"])
+def test_policies_get_no_pen(grab, scheduler):
+    class Grabby(Policy):
+        name = "grabby"
+
+        @hookimpl
+        def order(self, step, waiting):
+            return grab(step, waiting)
+
+        @hookimpl
+        def admit(self, step, request):
+            return grab(step, [request])
+
+    def outputs(policies):
+        core = make_core(scheduler=scheduler, policies=policies, max_batch_tokens=8, max_running=2)
+        requests = add_many(core, [5] * 6)
+        run(core)
+        assert all(request.finish == "length" for request in requests)
+        return [request.output for request in requests], core
+
+    text, core = outputs([Grabby()])
+    assert text == outputs([])[0]
+    assert {name for name, *_ in core.hooks.faults()} == {"grabby"}
+
+
+def test_an_empty_answer_of_evict_leaves_the_choice_to_the_scheduler():
+    class NoVictims(Policy):
+        name = "no-victims"
+
+        @hookimpl
+        def evict(self):
+            return []
+
+    core = make_core(
+        policies=[NoVictims()], scheduler_options={"policy": "priority"}, num_pages=8, executor=ScriptedExecutor()
+    )
+    for name, priority in (("low", 5), ("high", 1)):
+        core.add(
+            list(range(priority, priority + 15)), SamplingParams(max_tokens=10), request_id=name, priority=priority
+        )
+    preempted = []
+    while core.has_work:
+        plan = core.plan()
+        preempted += [request.id for request in plan.preempted]
+        core.commit(core.executor.execute(plan))
+        core.take_deltas()
+    assert set(preempted) == {"low"}
+
+
+def test_a_wish_to_be_first_is_refused():
+    class Pushy(Policy):
+        name = "pushy"
+
+        @hookimpl(tryfirst=True)
+        def order(self, waiting):
+            return waiting
+
+    with pytest.raises(PluginError, match="tryfirst"):
+        make_core(policies=[Pushy()])
+
+
 NONSENSE = [
     pytest.param(lambda waiting: [object()], id="unknown"),
     pytest.param(lambda waiting: list(waiting) * 2, id="duplicates"),
@@ -308,8 +380,64 @@ def test_a_scheduler_that_does_nothing_ends_the_request_with_a_diagnosis():
     for _ in range(10):
         core.step()
     assert request.finish == "error"
-    assert "cannot be scheduled" in request.detail
+    assert "scheduler 'idle' made no progress" in request.detail
     assert not core.has_work
+
+
+def test_a_scheduler_that_starves_what_runs_loses_that_and_not_the_queue():
+    class Starver(Scheduler):
+        name = "starver"
+
+        @hookimpl
+        def plan(self, step):
+            if not step.running:
+                for request in step.queue():
+                    step.start(request, 1)
+                    break
+            return step.seal()
+
+    core = make_core(scheduler=Starver())
+    first, second = add_many(core, [4, 4])
+    for _ in range(6):
+        core.step()
+    assert first.finish == "error"
+    assert "it runs, but was granted nothing" in first.detail
+    assert second.finish is None
+
+
+def test_a_scheduler_that_takes_back_what_it_sealed_does_not_spin():
+    class Taker(Scheduler):
+        name = "taker"
+
+        @hookimpl
+        def plan(self, step):
+            for request in step.queue():
+                step.start(request, 4)
+            plan = step.seal()
+            assert all(step.preempt(victim=request) is None for request in plan.requests)
+            assert list(step.queue()) == []
+            assert not any(step.grant(request, 1) for request in plan.requests)
+            return plan
+
+    core = make_core(scheduler=Taker())
+    (request,) = add_many(core, [4])
+    core.step()
+    assert request.computed == 4
+
+
+def test_a_step_is_sealed_once():
+    class Twice(Scheduler):
+        name = "twice"
+
+        @hookimpl
+        def plan(self, step):
+            step.seal()
+            return step.seal()
+
+    core = make_core(scheduler=Twice())
+    core.add([1])
+    with pytest.raises(InvariantViolation, match="sealed once"):
+        core.step()
 
 
 def test_evict_chooses_what_goes():

@@ -89,6 +89,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.plan: Plan | None = None
         self.ended: dict[str, str] = {}
         self.added: set[str] = set()
+        self.injected: set[str] = set()
 
     @rule(seed=st.integers(0, 2**32 - 1))
     def reseed(self, seed: int) -> None:
@@ -138,10 +139,12 @@ class EngineMachine(RuleBasedStateMachine):
         plan, self.plan = self.plan, None
         assert plan is not None
         if outcome == "fail" and plan:
+            self.injected |= {request.id for request in plan.requests}
             self.core.fail_step(plan, "injected")
             return
         if outcome == "row" and plan:
             self.executor.row_errors = {plan.requests[pick % len(plan.requests)].id: "injected"}
+            self.injected |= set(self.executor.row_errors)
         result = self.executor.execute(plan) if plan else Outcome(plan, ())
         self.executor.row_errors = {}
         self.core.commit(result)
@@ -167,7 +170,7 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def sound(self) -> None:
         self.core.check()
-        assert self.executor.broken is None
+        assert self.executor.mismatch is None
         self.record(self.core.take_deltas())
 
     def record(self, deltas: list[Delta]) -> None:
@@ -175,6 +178,8 @@ class EngineMachine(RuleBasedStateMachine):
             if delta.finish is not None:
                 assert delta.request_id not in self.ended, "a request ended twice"
                 self.ended[delta.request_id] = delta.finish
+                if delta.finish == "error" and self.scheduler != "chaos":  # chaos may idle until it is stopped
+                    assert delta.request_id in self.injected, delta.detail
 
     def teardown(self) -> None:
         if self.plan is not None:

@@ -43,6 +43,7 @@ class ScriptedExecutor(Executor):
         plans: every plan executed, in order.
         fail_next: how many coming steps raise.
         row_errors: request id -> message: its next row fails alone.
+        broken_cause: what ``broken`` answers after a failed step.
     """
 
     name = "scripted"
@@ -63,6 +64,7 @@ class ScriptedExecutor(Executor):
         self.plans: list[Plan] = []
         self.fail_next = 0
         self.row_errors: dict[str, str] = {}
+        self.broken_cause: str | None = None
         self.forgotten: list[str] = []
 
     def load(self) -> ModelInfo:
@@ -82,6 +84,10 @@ class ScriptedExecutor(Executor):
         tokens = [(self._next(request),) if samples else () for request, samples in rows]
         failed = {n: self.row_errors.pop(r.id) for n, (r, _) in enumerate(rows) if r.id in self.row_errors}
         return Outcome(plan, tokens, failed)
+
+    def broken(self) -> str | None:
+        """``broken_cause``."""
+        return self.broken_cause
 
     def forget(self, request: Request) -> None:
         """Noted, so that a test can see that every request is forgotten once."""
@@ -112,7 +118,7 @@ class ShadowExecutor(ScriptedExecutor):
         self._slots: list[list[int | None]] = [[None] * page_size for _ in range(num_pages)]
         self._size = page_size
         self._prefixes: dict[str, list[int]] = {}
-        self.broken: str | None = None
+        self.mismatch: str | None = None
 
     def execute(self, plan: Plan) -> Outcome:
         """Write, then read and compare. Raises what ``ScriptedExecutor`` does, before anything is written."""
@@ -126,8 +132,12 @@ class ShadowExecutor(ScriptedExecutor):
             marks = self._marks(request, start + count)
             for at in range(start + count):
                 if self._slots[table[at // self._size]][at % self._size] != marks[at]:
-                    self.broken = f"step {plan.index}: {request!r} reads foreign or unwritten KV at token {at}"
-                    raise KVMismatch(self.broken)
+                    self.mismatch = f"step {plan.index}: {request!r} reads foreign or unwritten KV at token {at}"
+                    raise KVMismatch(self.mismatch)
+        for row in outcome.errors:  # a row that failed has written garbage; whoever reads it later must be caught
+            _, start, count, table = rows[row]
+            for at in range(start, start + count):
+                self._slots[table[at // self._size]][at % self._size] = None
         return outcome
 
     def forget(self, request: Request) -> None:

@@ -144,7 +144,7 @@ def test_radix_retracts_fewest_generated_to_the_back_of_the_queue():
     assert core.scheduler.new_token_ratio > before
     while core.has_work:
         step(core)
-    assert core.executor.broken is None
+    assert core.executor.mismatch is None
 
 
 def test_radix_mixed_chunk_lets_decodes_ride_along():
@@ -186,14 +186,18 @@ def test_thrash_is_bounded(scheduler, kvcache):
     assert core.counters.computed_tokens <= 2 * sum(request.num_tokens for request in requests)
 
 
-@both
-def test_a_long_prompt_does_not_own_the_engine(scheduler):
-    core = core_of(scheduler, num_pages=600, page_size=4, max_batch_tokens=16, max_model_len=2000)
-    add(core, "long", 1600, new=1)
+def test_a_threshold_keeps_a_long_prompt_from_owning_the_engine():
+    core = core_of(
+        "unified", num_pages=600, page_size=4, max_batch_tokens=16, max_model_len=2000,
+        options={"long_prefill_token_threshold": 8},
+    )  # fmt: skip
+    long = add(core, "long", 1600, new=1)
     step(core)
     shorts = [add(core, f"s{n}", 8, new=1) for n in range(3)]
-    for _ in range(400):
-        if not core.has_work:
-            break
+    for _ in range(3):
         step(core)
-    assert all(request.finish == "length" for request in [*shorts])
+    assert all(request.finish == "length" for request in shorts)
+    assert long.finish is None
+    for _ in range(300):
+        step(core)
+    assert long.finish == "length"
