@@ -10,13 +10,18 @@ from typing import Annotated, Any
 
 import typer
 
-from engine.cli import doctor, generate, plugins, serve
+from engine.cli import doctor, generate, plugins, replay, serve
 from engine.cli.flags import split_dotted
 from engine.core.errors import EngineError
 
 EXIT_REFUSED = 2
-TAKES_PLUGIN_OPTIONS = {"serve": serve.serve, "generate": generate.generate, "doctor": doctor.doctor}
-TAKES_NONE = {"plugins": plugins.plugins}
+COMMANDS = {
+    "serve": serve.serve,
+    "generate": generate.generate,
+    "doctor": doctor.doctor,
+    "plugins": plugins.plugins,
+    "replay": replay.replay,
+}
 
 
 def build() -> typer.Typer:
@@ -26,7 +31,7 @@ def build() -> typer.Typer:
         help="An LLM serving engine made of plugins.",
     )  # fmt: skip
     app.callback()(_common)
-    for name, command in {**TAKES_PLUGIN_OPTIONS, **TAKES_NONE}.items():
+    for name, command in COMMANDS.items():
         app.command(name)(_clean(command))
     return app
 
@@ -49,8 +54,7 @@ def _common(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    if ctx.obj and ctx.invoked_subcommand not in TAKES_PLUGIN_OPTIONS:
-        raise typer.BadParameter(f"'{ctx.invoked_subcommand}' takes no plugin options such as --{next(iter(ctx.obj))}")
+    """An LLM serving engine made of plugins."""
 
 
 def _clean(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ from engine.core.errors import EngineError, ExecutionError, InvariantViolation
 from engine.core.hooks import HookBus
 from engine.core.pages import PagePool
 from engine.core.plan import Candidate, Delta, EvictionPool, Outcome, Plan, Transfer, Why
-from engine.core.protocols import Connector, Context, Executor, KVCache, Limits, ModelInfo, Policy, Scheduler
+from engine.core.protocols import Connector, Context, Executor, KVCache, Limits, Match, ModelInfo, Policy, Scheduler
 from engine.core.queue import WaitingQueue
 from engine.core.request import Finish, Request, SamplingParams, State
 from engine.core.results import ResultApplier, delta
@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 ORDER_WINDOW = 4096
 IDLE_PLANS_BEFORE_OVERRIDE = 1
 IDLE_PLANS_BEFORE_FAILING = 2
+NO_MATCH = Match(0, (), 0)
 
 
 class EngineCore:
@@ -69,6 +70,7 @@ class EngineCore:
         context = Context(limits=limits, pool=self.pool, model=model)
         for plugin in self._plugins:
             plugin.start(context)
+        self.waiting.keep_sorted_by(scheduler.queue_key())
 
     # ---- requests
 
@@ -102,6 +104,7 @@ class EngineCore:
         salt: str = "",
         adapter: str = "",
         arrival: float | None = None,
+        read_cache: bool = True,
         metadata: Mapping[str, Any] | None = None,
         parked_on: Iterable[str] = (),
     ) -> Request:
@@ -119,6 +122,7 @@ class EngineCore:
             salt=salt,
             adapter=adapter,
             arrival=arrival,
+            read_cache=read_cache,
             metadata=metadata,
             parked_on=parked_on,
         )
@@ -241,12 +245,13 @@ class EngineCore:
     def _isolate(self, outcome: Outcome, step: Step) -> None:
         """Rows failed alone: nothing that they were to compute may be matched, and whoever shared it starts again."""
         plan = outcome.plan
-        live = [plan.requests[row] for row in outcome.errors if plan.requests[row].epoch == plan.epochs[row]]
-        dependents = [request for request in step.dependents(live) if request.state is State.RUNNING]
-        for request in [*live, *dependents]:
+        failed = [plan.requests[row] for row in outcome.errors]  # also those aborted meanwhile: their pages may be idle
+        dependents = step.dependents(failed)
+        for request in [*failed, *dependents]:
             self.kv.unpublish(step.journal.pop(request, []))
+        epochs = dict(zip(plan.requests, plan.epochs, strict=True))
         for request in dependents:
-            if request not in live:
+            if request not in failed and request.epoch == epochs.get(request):
                 self.counters.preemptions += 1
                 self.give_up(request, front=True)
 
@@ -289,8 +294,12 @@ class EngineCore:
         """Memoised length of the cached prefix."""
         known = self._memo.get(request.id)
         if known is None:
-            known = self._memo[request.id] = self.kv.match(request).tokens
+            known = self._memo[request.id] = self.match(request).tokens
         return known
+
+    def match(self, request: Request) -> Match:
+        """What the prefix cache has of the request, if it may read it. Looked up now."""
+        return self.kv.match(request) if request.read_cache else NO_MATCH
 
     def enter(self, request: Request, hit: int) -> None:
         """The request starts: it holds pages and ``hit`` tokens of it need no computing."""

@@ -7,7 +7,7 @@ with its validated options; the core then calls ``start`` once, in the order exe
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -124,6 +124,13 @@ class Scheduler(Plugin, ABC):
     @abstractmethod
     def plan(self, step: Step) -> Plan:
         """The ``plan`` hook (decorate the implementation with ``hookimpl``)."""
+
+    def queue_key(self) -> Callable[[Request], Any] | None:
+        """The key by which the waiting queue is kept sorted at all times; ``None``: by arrival, victims as pushed.
+
+        Asked once, after ``start``. For orders that do not change while a request waits; others answer ``order``.
+        """
+        return None
 
     def on_preempt(self, request: Request) -> None:
         """The request gave up its pages and is about to be queued again; forget it among those that run."""

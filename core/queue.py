@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from bisect import insort
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
+from typing import Any
 
 from engine.core.request import Request
 
@@ -11,10 +13,15 @@ from engine.core.request import Request
 class WaitingQueue:
     """Requests that hold no page and wait to start. The core's; schedulers see it through ``step.queue()``."""
 
-    __slots__ = ("_items",)
+    __slots__ = ("_items", "_key")
 
     def __init__(self) -> None:
         self._items: list[Request] = []
+        self._key: Callable[[Request], Any] | None = None
+
+    def keep_sorted_by(self, key: Callable[[Request], Any] | None) -> None:
+        """Every later ``push`` puts a request in its place by ``key`` (``None``: as pushed). Mutates."""
+        self._key = key
 
     def __len__(self) -> int:
         return len(self._items)
@@ -26,8 +33,10 @@ class WaitingQueue:
         return any(item is request for item in self._items)
 
     def push(self, request: Request, *, front: bool = False) -> None:
-        """Queue a request at the back, or at the front. Mutates."""
-        if front:
+        """Queue a request at the back, or at the front, or where the queue's key says. Mutates."""
+        if self._key is not None:
+            insort(self._items, request, key=self._key)
+        elif front:
             self._items.insert(0, request)
         else:
             self._items.append(request)

@@ -36,6 +36,7 @@ class Roster:
         salt: str,
         adapter: str,
         arrival: float | None,
+        read_cache: bool,
         metadata: Mapping[str, Any] | None,
         parked_on: Iterable[str],
     ) -> Request:
@@ -57,6 +58,7 @@ class Roster:
             priority=priority,
             arrival=self._clock() if arrival is None else arrival,
             arrival_index=self._arrivals,
+            read_cache=read_cache,
             metadata=dict(metadata or {}),
             parked_on=set(parked_on),
         )

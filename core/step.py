@@ -193,7 +193,7 @@ class Step:
             return self._refuse(request, Why.NOTHING_OWED)
         if self.slots <= 0:
             return self._refuse(request, Why.RUN_SLOTS)
-        match = self._kv.match(request)
+        match = core.match(request)
         numbers = self._kv.numbers()
         room = Room(match.tokens, request.num_tokens - match.tokens, numbers.available, match.idle, self._size)
         answer = tokens if isinstance(tokens, int) else tokens(room)

@@ -103,14 +103,17 @@ class PagedCache(KVCache):
             page, digest = request.pages[number], digests[number]
             self._key_of[page] = digest
             self._pages_of.setdefault(digest, []).append(page)
-            keys.append(page)
+            keys.append((page, digest))
         chain.published = full
         return Publication(keys)
 
     def unpublish(self, keys: Sequence[object]) -> None:
-        """Pages by number lose their keys; idle ones return to the pool. Mutates."""
-        for page in keys:
-            if isinstance(page, int) and page in self._key_of:
+        """Pages lose the keys that they were published under; idle ones return to the pool. Mutates."""
+        for key in keys:
+            if not isinstance(key, tuple):
+                continue
+            page, digest = key
+            if self._key_of.get(page) == digest:
                 self._forget(page)
                 if page in self._idle:
                     del self._idle[page]

@@ -8,7 +8,7 @@ served strictly from its head, a cached prefix being paid for already. A step th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -41,7 +41,8 @@ class UnifiedScheduler(Scheduler):
                 f"the longest prompt ({limits.max_model_len - 1} tokens)"
             )
         self._cap: int = self.options.long_prefill_token_threshold or limits.max_batch_tokens
-        self._watermark = int(self.options.watermark * limits.num_pages)
+        # vLLM takes the share of all its pages, of which one is never used: ours are those that are.
+        self._watermark = int(self.options.watermark * (limits.num_pages + 1))
 
     @hookimpl
     def plan(self, step: Step) -> Plan:
@@ -56,12 +57,9 @@ class UnifiedScheduler(Scheduler):
                 break
         return step.seal()
 
-    @hookimpl
-    def order(self, waiting: Sequence[Request]) -> Sequence[Request] | None:
+    def queue_key(self) -> Callable[[Request], Any] | None:
         """By priority, then arrival; or as it stands."""
-        if self.options.policy == "fcfs":
-            return None
-        return sorted(waiting, key=_urgency)
+        return None if self.options.policy == "fcfs" else _urgency
 
     @hookimpl
     def evict(self, pool: EvictionPool) -> Sequence[object] | None:
@@ -87,7 +85,7 @@ class UnifiedScheduler(Scheduler):
 
     def _serve(self, step: Step, request: Request) -> bool:
         """Grant one request what it owes, preempting until it fits; False ends the round of the running."""
-        owed = min(request.debt, self._cap)
+        owed = min(request.debt, self._cap, step.budget)  # a victim's tokens go to those behind, not into this grant
         if request.state is not State.RUNNING or not owed:
             return True
         while not step.grant(request, owed):

@@ -426,6 +426,23 @@ def test_a_row_that_fails_alone():
     assert results["good"][1] == "length"
 
 
+@pytest.mark.parametrize("kvcache", ["paged", "radix"])
+def test_a_row_that_fails_after_its_abort_leaves_nothing_behind(kvcache):
+    """Found by the long random walks: aborted between plan and commit, and then its row fails."""
+    executor = ShadowExecutor(next_token)
+    core = make_core(kvcache=kvcache, executor=executor)
+    prompt = [at % 13 for at in range(20)]
+    core.add(prompt, SamplingParams(max_tokens=4), request_id="bad")
+    plan = core.plan()
+    core.abort("bad")
+    executor.row_errors = {"bad": "logits are not numbers"}
+    core.commit(executor.execute(plan))
+    probe = core.add(prompt, SamplingParams(max_tokens=4), request_id="probe")
+    assert core.kv.match(probe).tokens == 0
+    drain(core)
+    assert executor.mismatch is None
+
+
 def test_the_radix_heap_does_not_grow_with_requests():
     core = make_core(kvcache="radix", num_pages=64, executor=ScriptedExecutor(next_token), audit=False)
     for number in range(1500):
