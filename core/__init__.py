@@ -51,8 +51,9 @@ from engine.core.protocols import (
     Scheduler,
 )
 from engine.core.request import Finish, Request, SamplingParams, State
-from engine.core.step import Step, StepView
+from engine.core.step import Step
 from engine.core.version import API_VERSION
+from engine.core.view import StepView
 
 __all__ = [
     "API_VERSION",

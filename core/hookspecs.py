@@ -20,7 +20,8 @@ from engine.core.plan import EvictionPool, Outcome, Plan, Reject, Transfer, Tran
 from engine.core.request import Request
 
 if TYPE_CHECKING:
-    from engine.core.step import Step, StepView
+    from engine.core.step import Step
+    from engine.core.view import StepView
 
 PROJECT = "engine"
 hookspec = pluggy.HookspecMarker(PROJECT)

@@ -8,26 +8,25 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from engine.core import audit
+from engine.core.arbiter import Arbiter
 from engine.core.errors import EngineError, ExecutionError, InvariantViolation
 from engine.core.hooks import HookBus
 from engine.core.pages import PagePool
-from engine.core.plan import Candidate, Delta, EvictionPool, Outcome, Plan, Transfer, Why
-from engine.core.protocols import Connector, Context, Executor, KVCache, Limits, Match, ModelInfo, Policy, Scheduler
+from engine.core.plan import Delta, Outcome, Plan, Transfer, Why
+from engine.core.protocols import Connector, Context, Executor, KVCache, Limits, ModelInfo, Policy, Scheduler
 from engine.core.queue import WaitingQueue
 from engine.core.request import Finish, Request, SamplingParams, State
 from engine.core.results import ResultApplier, delta
 from engine.core.results import finish as end_request
 from engine.core.roster import Roster
 from engine.core.stats import Counters
-from engine.core.step import Step, running_pool
+from engine.core.step import Step
 from engine.core.transfers import TransferBook
 
 log = logging.getLogger(__name__)
 
-ORDER_WINDOW = 4096
 IDLE_PLANS_BEFORE_OVERRIDE = 1
 IDLE_PLANS_BEFORE_FAILING = 2
-NO_MATCH = Match(0, (), 0)
 
 
 class EngineCore:
@@ -61,10 +60,10 @@ class EngineCore:
         self._description = dict(description or {})
         self._in_flight: tuple[Plan, Step] | None = None
         self._last: Plan | None = None
-        self._memo: dict[str, int] = {}
         self._idle_plans = 0
         self._broken: str | None = None
         self._outbox: list[Delta] = []
+        self.arbiter = Arbiter(self.roster, kv, self.pool, self.hooks)
         self._transfers = TransferBook(self.pool)
         self._results = ResultApplier(limits, kv, self.counters)
         context = Context(limits=limits, pool=self.pool, model=model)
@@ -203,7 +202,7 @@ class EngineCore:
         """Ask for the next plan. It must be committed or failed before the next one."""
         if self._in_flight is not None:
             raise EngineError("the last plan was neither committed nor failed")
-        self._memo.clear()
+        self.arbiter.forget_step()
         self.counters.steps += 1
         step = Step(self, self.counters.steps, override=self._idle_plans > IDLE_PLANS_BEFORE_OVERRIDE)
         plan = self.hooks.ask_plan(step)
@@ -272,35 +271,6 @@ class EngineCore:
 
     # ---- asked by Step
 
-    def order(self, step: Step) -> Sequence[Request]:
-        """The queue's window after the ``order`` hook; the queue keeps the order."""
-        window = self.waiting.window(ORDER_WINDOW)
-        if not window:
-            return window
-        ordered = self.hooks.ask_order(step, window)
-        if ordered is None:
-            return window
-        self.waiting.reorder(len(window), ordered)
-        if len(ordered) < len(window):
-            chosen = set(ordered)
-            for request in window:
-                if request not in chosen:
-                    step.note(request, Why.ORDER)
-            if step.override and not ordered:
-                return window
-        return ordered
-
-    def cached(self, request: Request) -> int:
-        """Memoised length of the cached prefix."""
-        known = self._memo.get(request.id)
-        if known is None:
-            known = self._memo[request.id] = self.match(request).tokens
-        return known
-
-    def match(self, request: Request) -> Match:
-        """What the prefix cache has of the request, if it may read it. Looked up now."""
-        return self.kv.match(request) if request.read_cache else NO_MATCH
-
     def enter(self, request: Request, hit: int) -> None:
         """The request starts: it holds pages and ``hit`` tokens of it need no computing."""
         self.roster.start(request)
@@ -323,34 +293,6 @@ class EngineCore:
         request.table_version += 1
         request.preemptions += 1
         self.scheduler.on_preempt(request)
-
-    def choose_victim(self, step: Step, needy: Request | None) -> Request | None:
-        """Whom to preempt: the hook's first valid answer, else the latest admitted."""
-        pool = running_pool(self, step, needy)
-        for keys in self.hooks.ask_evict(lambda: 1, pool):
-            for key in keys:
-                if isinstance(key, Request) and step.may_preempt(key):
-                    return key
-        remaining: Sequence[Candidate] = pool.candidates()
-        return remaining[0].request if remaining else None
-
-    def free_up(self, count: int, step: Step) -> bool:
-        """Make ``count`` pages free, evicting idle content; False, with nothing evicted, where they cannot be had."""
-        short = count - self.pool.num_free
-        if short <= 0:
-            return True
-        if short > self.kv.numbers().evictable:
-            return False
-        pool = EvictionPool("cache", self.kv.candidates)
-
-        def missing() -> int:
-            return count - self.pool.num_free
-
-        for keys in self.hooks.ask_evict(missing, pool):
-            step.evicted += self.kv.drop(keys, missing())
-            if missing() <= 0:
-                return True
-        return False
 
     # ---- transfers
 

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from engine.core.errors import InvariantViolation
-from engine.core.plan import Candidate, EvictionPool, KVNumbers, Plan, Reject, Room, Wait, Why
+from engine.core.plan import KVNumbers, Plan, Reject, Room, Wait, Why
 from engine.core.request import Request, State
+from engine.core.view import StepView
 
 if TYPE_CHECKING:
     from engine.core.loop import EngineCore
@@ -108,7 +109,7 @@ class Step:
 
     def cached(self, request: Request) -> int:
         """Length of the request's cached prefix in tokens, looked up once a step. Pins nothing."""
-        return self._core.cached(request)
+        return self._core.arbiter.cached(request)
 
     def queue(self) -> Iterator[Request]:
         """Waiting requests, after ``order`` and ``admit``, lazily. Start them or not; stop when you like."""
@@ -116,7 +117,7 @@ class Step:
         if self.plan is not None:
             return
         self._asked = True
-        for request in core.order(self):
+        for request in core.arbiter.order(self):
             if request.state is not State.WAITING:
                 continue
             objection = core.hooks.ask_admit(self, request)
@@ -193,7 +194,7 @@ class Step:
             return self._refuse(request, Why.NOTHING_OWED)
         if self.slots <= 0:
             return self._refuse(request, Why.RUN_SLOTS)
-        match = core.match(request)
+        match = core.arbiter.match(request)
         numbers = self._kv.numbers()
         room = Room(match.tokens, request.num_tokens - match.tokens, numbers.available, match.idle, self._size)
         answer = tokens if isinstance(tokens, int) else tokens(room)
@@ -234,7 +235,7 @@ class Step:
             front: queue the victim at the front (it was there first) or at the back.
         """
         core = self._core
-        chosen = victim if victim is not None else core.choose_victim(self, needy)
+        chosen = victim if victim is not None else core.arbiter.choose_victim(self, needy)
         if chosen is None or not self.may_preempt(chosen):
             return None
         self._revoke(chosen)
@@ -315,7 +316,7 @@ class Step:
                     self._fresh[page] = request
 
     def _take(self, request: Request, count: int) -> bool:
-        if not self._core.free_up(count, self):
+        if not self._core.arbiter.free_up(count, self):
             return False
         request.pages.extend(self._kv.take(request, count))
         return True
@@ -329,73 +330,3 @@ class Step:
         self.budget += count
         self._fresh = {page: owner for page, owner in self._fresh.items() if owner is not request}
         self._kv.unpublish(self.journal.pop(request, []))
-
-
-class StepView:
-    """What policies see of a step: everything to read, nothing to write."""
-
-    __slots__ = ("_step",)
-
-    def __init__(self, step: Step) -> None:
-        self._step = step
-
-    @property
-    def index(self) -> int:
-        """Number of the step."""
-        return self._step.index
-
-    @property
-    def budget(self) -> int:
-        """Tokens that may still be granted."""
-        return self._step.budget
-
-    @property
-    def override(self) -> bool:
-        """True when objections are ignored, since nothing else could happen."""
-        return self._step.override
-
-    @property
-    def running(self) -> tuple[Request, ...]:
-        """Requests that hold pages, in order of admission."""
-        return tuple(self._step.running)
-
-    @property
-    def waiting(self) -> int:
-        """Length of the queue."""
-        return self._step.waiting
-
-    @property
-    def slots(self) -> int:
-        """How many more requests may start."""
-        return self._step.slots
-
-    @property
-    def kv(self) -> KVNumbers:
-        """Page counts at this moment."""
-        return self._step.kv
-
-    @property
-    def tokens_planned(self) -> int:
-        """Tokens granted so far."""
-        return self._step.tokens_planned
-
-    def granted(self, request: Request) -> int:
-        """Tokens that the request was granted in this step."""
-        return self._step.granted(request)
-
-    def cached(self, request: Request) -> int:
-        """Length of the request's cached prefix in tokens, looked up once a step."""
-        return self._step.cached(request)
-
-
-def running_pool(core: EngineCore, step: Step, needy: Request | None) -> EvictionPool:
-    """What ``evict`` sees when somebody must be preempted: running requests, the latest admitted first."""
-
-    def candidates() -> list[Candidate]:
-        return [
-            Candidate(request, len(request.pages), request.arrival_index, request)
-            for request in reversed(core.running)
-            if step.may_preempt(request)
-        ]
-
-    return EvictionPool("running", candidates, needy)
