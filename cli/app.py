@@ -22,6 +22,7 @@ COMMANDS = {
     "plugins": plugins.plugins,
     "replay": replay.replay,
 }
+TAKE_NO_PLUGIN_OPTIONS = {"replay"}
 
 
 def build() -> typer.Typer:
@@ -55,6 +56,8 @@ def _common(
     ] = False,
 ) -> None:
     """An LLM serving engine made of plugins."""
+    if ctx.obj and ctx.invoked_subcommand in TAKE_NO_PLUGIN_OPTIONS:
+        raise typer.BadParameter(f"'{ctx.invoked_subcommand}' takes no plugin options such as --{next(iter(ctx.obj))}")
 
 
 def _clean(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ import typer
 
 from engine.cli.flags import with_config
 from engine.core.config import EngineConfig, LoadedConfig, parse_bytes
-from engine.core.errors import EngineError
+from engine.core.errors import EngineError, ModelError
 
 NEEDED = (
     *("torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy", "pydantic", "pluggy", "pyzmq", "msgspec"),
@@ -24,6 +24,12 @@ OPTIONAL = {
     "flashinfer-python": "GPU attention",
     "nixl": "KV transfer",
     "uvloop": "faster HTTP",
+}
+OLDER_NAMES = {  # GPT-2 and its relatives
+    "num_attention_heads": ("n_head", "num_heads"),
+    "num_hidden_layers": ("n_layer", "num_layers"),
+    "hidden_size": ("n_embd", "d_model"),
+    "max_position_embeddings": ("n_positions", "n_ctx", "max_seq_len"),
 }
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -115,22 +121,41 @@ def model(config: EngineConfig) -> Iterator[Finding]:
 
     source = resolve(config.model)
     yield Finding("ok", "model", f"{source.served_name} ({source.kind}, {source.path})")
+    item = ITEM_BYTES.get(str(config.executor.options.get("dtype", "float32")))
+    if item is None:
+        return  # the executor's line says so
     shape = read_config(source.kind, source.path)
-    heads = shape.get("num_key_value_heads") or shape["num_attention_heads"]
-    head_dim = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
-    item = ITEM_BYTES[config.executor.options.get("dtype", "float32")]
-    token_bytes = 2 * shape["num_hidden_layers"] * heads * head_dim * item
+    token_bytes = kv_bytes_per_token(shape, item)
     pages = config.num_pages or parse_bytes(config.kv_memory) // (token_bytes * config.page_size)
     words = (
         f"{pages} pages x {config.page_size} tokens = {pages * config.page_size} tokens ({token_bytes} bytes a token)"
     )
-    length = config.max_model_len or shape.get("max_position_embeddings", 0)
+    length = config.max_model_len or number(shape, "max_position_embeddings", default=0)
     if pages * config.page_size < 2:
         yield Finding("missing", "KV pages", f"{words}: raise kv_memory or num_pages")
     elif pages * config.page_size < length:
         yield Finding("ok", "KV pages", f"{words}; less than one request of {length} tokens: raise kv_memory")
     else:
         yield Finding("ok", "KV pages", words)
+
+
+def kv_bytes_per_token(shape: Mapping[str, Any], item: int) -> int:
+    """Keys and values of one token in all layers. Raises ``ModelError`` where the model's shape is not given."""
+    heads = number(shape, "num_attention_heads")
+    kv_heads = number(shape, "num_key_value_heads", default=heads)
+    head_dim = number(shape, "head_dim", default=0) or number(shape, "hidden_size") // heads
+    return 2 * number(shape, "num_hidden_layers") * kv_heads * head_dim * item
+
+
+def number(shape: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """A positive number of a model's ``config.json``, also under its older name. Raises ``ModelError``."""
+    for key in (name, *OLDER_NAMES.get(name, ())):
+        value = shape.get(key)
+        if isinstance(value, int) and value > 0:
+            return value
+    if default is None:
+        raise ModelError(f"the model's config.json has no usable {name}: the KV pool cannot be sized from it")
+    return default
 
 
 def read_config(kind: str, path: Any) -> dict[str, Any]:

@@ -17,8 +17,6 @@ def serve(
     in_process: Annotated[
         bool, typer.Option("--in-process", help="Engine in a thread, not a process of its own.")
     ] = False,
-    heartbeat_timeout: Annotated[float, typer.Option(help="Seconds without a sign of life: the engine is dead.")] = 5.0,
-    step_timeout: Annotated[float, typer.Option(help="Seconds without a finished step: the engine is stuck.")] = 120.0,
 ) -> None:
     """Serve a model over HTTP. Plugin options: --scheduler.chunked-prefill-size 512, --frontend.max-body-bytes N, …"""
     from engine.core.protocols import Frontend
@@ -29,9 +27,7 @@ def serve(
     frontend = build(Registry().select("frontend", config.frontend.name), config.frontend)
     assert isinstance(frontend, Frontend)
     typer.echo(f"loading {config.model} …")
-    engine = AsyncEngine.launch(
-        config, in_process=in_process, heartbeat_timeout=heartbeat_timeout, step_timeout=step_timeout
-    )
+    engine = AsyncEngine.launch(config, in_process=in_process)
     try:
         for line in chosen(loaded, engine.description):
             typer.echo(line)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from engine.core.errors import ConfigError, suggest
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 ENV_PREFIX = "ENGINE_"
+NEAR_MISS = 0.8  # how alike a foreign variable and a key must be to count as a misspelling
+KEY = re.compile(r"[\x21-\x7e]+")
+SECRETS = frozenset({"api_key"})
 
 
 class Selection(BaseModel):
@@ -66,10 +71,22 @@ class EngineConfig(BaseModel):
     max_running: int = Field(64, ge=1, description="most requests that hold KV pages at once")
     max_waiting: int = Field(2048, ge=1, description="most requests in the queue; more are refused")
     seed: int = Field(0, description="seed of all drawn seeds")
+    heartbeat_timeout: float = Field(5.0, gt=0, description="seconds without a sign of life: the engine is dead")
+    step_timeout: float = Field(120.0, gt=0, description="seconds without a finished step: the engine is stuck")
     audit: bool = Field(False, description="full invariant check after every step (slow)")
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on (0: any free one)")
     api_key: str | None = Field(None, description="bearer token that clients must send")
+
+    @field_validator("api_key")
+    @classmethod
+    def _usable_key(cls, value: str | None) -> str | None:
+        """An empty key would protect nothing, and one that no header can carry would lock everybody out."""
+        if value is not None and not value.strip():
+            raise ValueError("is empty: leave it out for an open server")
+        if value is not None and not KEY.fullmatch(value):
+            raise ValueError("must be printable ASCII without spaces: it travels in a header")
+        return value
 
     def describe(self) -> dict[str, Any]:
         """The configuration as plain values, secrets hidden."""
@@ -101,7 +118,8 @@ def load_config(
 
     Args:
         file: a TOML file with the fields of ``EngineConfig``; a role is a string or a table.
-        env: variables such as ``ENGINE_SCHEDULER=radix`` or ``ENGINE_SCHEDULER__CHUNKED_PREFILL_SIZE=512``.
+        env: variables such as ``ENGINE_SCHEDULER=radix`` or ``ENGINE_SCHEDULER__CHUNKED_PREFILL_SIZE=512``. Others
+            may share the prefix: a name that is no key is left alone, unless it looks like a misspelt one.
         flags: dotted names, e.g. ``{"scheduler": "radix", "scheduler.chunked_prefill_size": "512"}``; ``None`` values
             are ignored.
 
@@ -115,11 +133,19 @@ def load_config(
     for key, value in (env or {}).items():
         if key.startswith(ENV_PREFIX):
             dotted = key[len(ENV_PREFIX) :].lower().replace("__", ".")
+            if _is_foreign(dotted):
+                continue
             _merge(tree, origins, {dotted: value}, f"environment {key}")
     for key, value in (flags or {}).items():
         if value is not None:
             _merge(tree, origins, {key: value}, f"flag --{key.replace('_', '-')}")
     return LoadedConfig(config=_validated(tree, origins), origins=origins)
+
+
+def _is_foreign(dotted: str) -> bool:
+    """Whether a variable is somebody else's: neither a key nor nearly one."""
+    name, known = dotted.partition(".")[0], EngineConfig.model_fields
+    return name not in known and not get_close_matches(name, known, n=1, cutoff=NEAR_MISS)
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -169,7 +195,11 @@ def _validated(tree: Mapping[str, Any], origins: Mapping[str, str]) -> EngineCon
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{key} ({origins.get(key, 'default')}): {first['msg']}, got {first['input']!r}") from error
+        got = "" if key in SECRETS else f", got {first['input']!r}"
+        words = first["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"{key} ({origins.get(key, 'default')}): {words}{got}") from (
+            None if key in SECRETS else error
+        )
 
 
 def parse_bytes(text: str) -> int:

@@ -10,7 +10,7 @@ from engine.core.identity import namespace_digest
 from engine.core.protocols import Limits, ModelInfo
 from engine.core.queue import WaitingQueue
 from engine.core.request import Request, SamplingParams, State
-from engine.core.validate import validate
+from engine.core.validate import check_fields, validate
 
 
 class Roster:
@@ -42,6 +42,7 @@ class Roster:
     ) -> Request:
         """Validate and place a new request. Mutates. Raises ``InvalidRequest`` or ``QueueFull``."""
         max_total = validate(tokens, params, self._limits)
+        check_fields(request_id=request_id, priority=priority, salt=salt, adapter=adapter, metadata=metadata)
         if request_id is not None and request_id in self.live:
             raise InvalidRequest("request_id", f"{request_id!r} is in use by a live request")
         if len(self.waiting) + len(self.parked) >= self._limits.max_waiting:

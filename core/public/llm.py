@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -52,6 +52,8 @@ class LLM:
         self._intake = Intake(self.core)
         self._streams: dict[str, Stream] = {}
         self._numbers = itertools.count(1)
+        self._stepping = False
+        self._dropped: list[Stream] = []
 
     # ---- text in, text out
 
@@ -94,19 +96,29 @@ class LLM:
             raise InvalidRequest("messages", f"model {self.core.model.name!r} has no tokenizer")
         return self.tokenizer.render_chat([dict(message) for message in messages])
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
-        """Complete one prompt piece by piece. Closing the iterator ends the request. Several may be open at once.
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> ChunkStream:
+        """Complete one prompt piece by piece. Several may be open at once. Closing or dropping the iterator ends the
+        request, also before its first piece.
 
         Raises:
             InvalidRequest: at once, before the first piece is asked for.
         """
         [stream] = self._open([self._encode(prompt)], [params or SamplingParams()])
-        return self._stream(stream)
+        return ChunkStream(stream, self.step, self._abort)
 
     # ---- life
 
     def step(self) -> None:
         """One step of the engine, for all open requests."""
+        self._stepping = True
+        try:
+            self._advance()
+        finally:
+            self._stepping = False
+            dropped, self._dropped = self._dropped, []
+            self._abort(dropped)
+
+    def _advance(self) -> None:
         for item, error in self._intake.pump():
             self._streams.pop(item.request_id).fail(error)
         if not self.core.has_work:
@@ -136,10 +148,10 @@ class LLM:
 
     # ---- inside
 
-    def _encode(self, prompt: Prompt) -> list[int]:
-        return encode(self.tokenizer, prompt, self.core.limits) if isinstance(prompt, str) else list(prompt)
+    def _encode(self, prompt: Prompt) -> Sequence[int]:
+        return encode(self.tokenizer, prompt, self.core.limits) if isinstance(prompt, str) else prompt
 
-    def _open(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Stream]:
+    def _open(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Stream]:
         for number, (tokens, wish) in enumerate(zip(prompts, params, strict=True)):
             try:
                 validate(tokens, wish, self.core.limits)
@@ -152,7 +164,7 @@ class LLM:
             request_id = f"llm-{next(self._numbers)}"
             stream = Stream(request_id, len(tokens), wish, text_of(self.tokenizer, wish))
             self._streams[request_id] = stream
-            self._intake.put([Add(request_id, tokens, wish)])
+            self._intake.put([Add(request_id, list(tokens), wish)])
             streams.append(stream)
         return streams
 
@@ -178,24 +190,51 @@ class LLM:
                 bar.close()
         return [found[stream.request_id] for stream in streams]
 
-    def _stream(self, stream: Stream) -> Iterator[Chunk]:
-        try:
-            while not stream.exhausted:
-                chunk = stream.take()
-                if chunk is not None:
-                    yield chunk
-                elif not stream.done:
-                    self.step()
-        finally:
-            self._abort([stream])
-
     def _abort(self, streams: Sequence[Stream]) -> None:
+        if self._stepping:  # a stream was collected as garbage: the core is not to be touched now
+            self._dropped.extend(streams)
+            return
         for stream in streams:
             if self._streams.pop(stream.request_id, None) is None:
                 continue
             if not self._intake.cancel(stream.request_id):
                 self.core.abort(stream.request_id)
             stream.end(Finish.ABORT)
+
+
+class ChunkStream(Iterator[Chunk]):
+    """The pieces of one completion, as they are asked for. A context manager; ``close`` ends the request."""
+
+    def __init__(self, stream: Stream, step: Callable[[], None], abort: Callable[[Sequence[Stream]], None]) -> None:
+        self._stream, self._step, self._abort = stream, step, abort
+        self._closed = False
+
+    def __next__(self) -> Chunk:
+        try:
+            while not (self._closed or self._stream.exhausted):
+                chunk = self._stream.take()
+                if chunk is not None:
+                    return chunk
+                if not self._stream.done:
+                    self._step()
+        except BaseException:
+            self.close()
+            raise
+        raise StopIteration
+
+    def close(self) -> None:
+        """End the request; no more pieces come. Idempotent."""
+        self._closed = True
+        self._abort([self._stream])
+
+    def __enter__(self) -> ChunkStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class Bar:
@@ -232,9 +271,15 @@ def configure(model: str | None, config: EngineConfig | None, overrides: Mapping
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many, as many. A list of integers is one prompt; an empty list is no prompt at all."""
+    """One prompt or many, as many. A list of integers is one prompt; an empty list is no prompt at all.
+
+    Raises:
+        InvalidRequest: it is something else, such as an array.
+    """
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise InvalidRequest("prompts", f"must be text or a list, not {type(prompts).__name__}")
     if prompts and all(isinstance(item, int) for item in prompts):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]

@@ -20,13 +20,11 @@ from engine.core.serve.messages import Abort, Add, AskStats, Event, Outputs, Ref
 from engine.core.serve.streams import Gather, Group, Stream
 from engine.core.serve.text import encode, find_tokenizer, text_of
 from engine.core.serve.watchdog import Watchdog
-from engine.core.validate import validate
+from engine.core.validate import check_fields, validate
 
 if TYPE_CHECKING:
     from engine.core.models.tokenizer import Tokenizer
 
-HEARTBEAT_TIMEOUT = 5.0
-STEP_TIMEOUT = 120.0
 STATS_SECONDS = 10.0  # a long step answers when it ends
 LONG_TEXT = 4096  # characters; longer text is tokenised in a thread, so that the event loop stays quick
 
@@ -35,12 +33,17 @@ LONG_TEXT = 4096  # characters; longer text is tokenised in a thread, so that th
 class Ask:
     """One request to submit. ``request_id`` is the caller's name for it: not unique, only echoed and abortable."""
 
-    tokens: list[int]
+    tokens: Sequence[int]
     params: SamplingParams = field(default_factory=SamplingParams)
     request_id: str | None = None
     priority: int = 0
     salt: str = ""
     metadata: Mapping[str, Any] | None = None
+
+    def check(self, limits: Limits) -> None:
+        """Raise ``InvalidRequest`` where any field has a wrong type or breaks a limit. Long prompts take a while."""
+        validate(self.tokens, self.params, limits)
+        check_fields(request_id=self.request_id, priority=self.priority, salt=self.salt, metadata=self.metadata)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +91,8 @@ class AsyncEngine:
         config: EngineConfig | None = None,
         *,
         in_process: bool = False,
-        heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
-        step_timeout: float = STEP_TIMEOUT,
+        heartbeat_timeout: float | None = None,
+        step_timeout: float | None = None,
     ) -> AsyncEngine:
         """``launch`` without blocking the event loop."""
         return await asyncio.to_thread(
@@ -102,15 +105,14 @@ class AsyncEngine:
         config: EngineConfig | None = None,
         *,
         in_process: bool = False,
-        heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
-        step_timeout: float = STEP_TIMEOUT,
+        heartbeat_timeout: float | None = None,
+        step_timeout: float | None = None,
     ) -> AsyncEngine:
         """Start the core and wait until its model is loaded.
 
         Args:
             in_process: a thread of this process instead of a child process (simpler to debug, shares the interpreter).
-            heartbeat_timeout: seconds without a sign of life after which the child counts as dead.
-            step_timeout: seconds after which a step that does not end counts as a stall.
+            heartbeat_timeout, step_timeout: instead of the configuration's.
 
         Raises:
             ConfigError, PluginError, ModelError: as the core raised them.
@@ -119,10 +121,11 @@ class AsyncEngine:
         engine = cls(config or EngineConfig.model_validate({}))
         if in_process:  # a thread that loads a model cannot be stopped: find the tokenizer, or fail, before it starts
             engine.tokenizer = find_tokenizer(engine.config)
+        fields = engine.config
+        watchdog = Watchdog(heartbeat_timeout or fields.heartbeat_timeout, step_timeout or fields.step_timeout)
         engine._link = Link(
-            engine.config, Watchdog(heartbeat_timeout, step_timeout), in_process=in_process,
-            on_event=engine._on_event, on_death=engine._fail_all,
-        )  # fmt: skip
+            engine.config, watchdog, in_process=in_process, on_event=engine._on_event, on_death=engine._fail_all
+        )
         try:
             if not in_process:  # while the child loads
                 engine.tokenizer = find_tokenizer(engine.config)
@@ -168,25 +171,27 @@ class AsyncEngine:
         """Submit requests as one: all are accepted, or none is and the error says why.
 
         Args:
-            checked: they went through ``validate`` already (in a thread, for long prompts).
+            checked: they went through ``Ask.check`` already (in a thread, for long prompts).
 
         Raises:
-            InvalidRequest: one of them breaks a limit, or there are more than could ever be open.
+            InvalidRequest: one has a field of a wrong type or breaks a limit, or more than could ever be open.
             QueueFull: there is no room for all of them now.
             EngineDead: there is no engine any more.
         """
         for ask in () if checked else asks:
-            validate(ask.tokens, ask.params, self.limits)
+            ask.check(self.limits)
         capacity = self.limits.max_waiting + self.limits.max_running
         if len(asks) > capacity:
             raise InvalidRequest("n", f"{len(asks)} sequences in one request, at most {capacity} can be open")
+        self._bind()  # before the check: from here on, a death is told to this loop
         self._link.check()
         if len(self.ledger) + len(asks) > capacity:
             raise QueueFull(f"{len(self.ledger)} requests are open, at most {capacity} may be: try again later")
-        self._bind()
         group = Group(self._leave)
-        adds = [self._accept(group, index, ask) for index, ask in enumerate(asks)]
-        self._link.send(Submit(adds))
+        adds = [self._prepare(group, index, ask) for index, ask in enumerate(asks)]
+        self._link.send(Submit(adds))  # before the books: what cannot be sent was never accepted
+        for stream in group.streams:
+            self.ledger.enter(stream)
         return group
 
     async def generate(
@@ -207,7 +212,7 @@ class AsyncEngine:
         Raises:
             InvalidRequest, QueueFull, EngineDead: as ``submit_many``; ``EngineDead`` also in the middle.
         """
-        tokens = await self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        tokens = await self.encode(prompt) if isinstance(prompt, str) else prompt
         ask = Ask(
             tokens=tokens, params=params or SamplingParams(), request_id=request_id, priority=priority, salt=salt,
             metadata=metadata,
@@ -237,10 +242,9 @@ class AsyncEngine:
         return len(found)
 
     async def stats(self) -> dict[str, int | float]:
-        """Counters and gauges of the core at this moment. Raises ``EngineDead``, or ``EngineError`` if a
-        step takes so long that it does not answer."""
-        self._link.check()
+        """The core's counters and gauges now. Raises ``EngineDead``, or ``EngineError`` where a step takes too long."""
         self._bind()
+        self._link.check()
         number = next(self._numbers)
         future: asyncio.Future[dict[str, int | float]] = asyncio.get_running_loop().create_future()
         self._asked[number] = future
@@ -255,21 +259,19 @@ class AsyncEngine:
 
     # ---- inside
 
-    def _accept(self, group: Group, index: int, ask: Ask) -> Add:
+    def _prepare(self, group: Group, index: int, ask: Ask) -> Add:
         request_id = f"{self._prefix}-{next(self._numbers)}"
         stream = Stream(
             request_id, len(ask.tokens), ask.params, text_of(self.tokenizer, ask.params),
             external_id=ask.request_id, wake=group.waker(index),
         )  # fmt: skip
         group.add(stream)
-        self.ledger.enter(stream)
         metadata = dict(ask.metadata) if ask.metadata is not None else None
         return Add(request_id, list(ask.tokens), ask.params, ask.priority, ask.salt, metadata)
 
     def _leave(self, streams: Sequence[Stream]) -> None:
         """Nobody wants these any more. Sends and returns: safe in a handler that is being cancelled."""
-        gone = self.ledger.leave(streams)
-        if gone:
+        if gone := self.ledger.leave(streams):
             self._link.send(Abort(gone))
 
     def _bind(self) -> None:
@@ -286,8 +288,7 @@ class AsyncEngine:
                 if future is not None and not future.done():
                     future.set_result(values)
             case Refused(request_id=request_id, field=name, message=message):
-                stream = self.ledger.open.get(request_id)
-                if stream is not None:
+                if (stream := self.ledger.open.get(request_id)) is not None:
                     self.ledger.fail([stream], InvalidRequest(name, message))
 
     def _fail_all(self) -> None:

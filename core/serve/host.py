@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from typing import Any, Protocol
 
 from engine.core.errors import InvalidRequest, QueueFull
 from engine.core.plan import Delta
+from engine.core.protocols import Limits
 from engine.core.request import Finish, SamplingParams
 from engine.core.serve.messages import Abort, Add, AskStats, Command, Event, Outputs, Refused, Shutdown, Stats, Submit
 
@@ -18,6 +19,18 @@ class Core(Protocol):
     @property
     def has_work(self) -> bool:
         """True while a step could bring news."""
+
+    @property
+    def limits(self) -> Limits:
+        """Of which ``max_waiting`` bounds the queue."""
+
+    @property
+    def waiting(self) -> Sized:
+        """Requests in the queue."""
+
+    @property
+    def parked(self) -> Sized:
+        """Requests that are not ready; they count against the queue's bound."""
 
     def add(
         self,
@@ -70,7 +83,7 @@ class Intake:
     def pump(self) -> list[tuple[Add, InvalidRequest]]:
         """Hand on what the core's queue has room for. Returns those that the core refused, with its words."""
         refused: list[tuple[Add, InvalidRequest]] = []
-        while self._backlog:
+        while self._backlog and self._room() > 0:
             item = self._backlog[0]
             try:
                 self._core.add(
@@ -87,6 +100,11 @@ class Intake:
                 refused.append((item, error))
             self._backlog.popleft()
         return refused
+
+    def _room(self) -> int:
+        """Asked before each request is handed on: the core would check a whole prompt only to say that it is full."""
+        core = self._core
+        return core.limits.max_waiting - len(core.waiting) - len(core.parked)
 
 
 class Host:

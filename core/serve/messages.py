@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from engine.core.errors import InvalidRequest
 from engine.core.plan import Delta
 from engine.core.protocols import Limits, ModelInfo
 from engine.core.request import Finish, SamplingParams
@@ -109,26 +110,51 @@ class Boot(msgspec.Struct, frozen=True):
     config: dict[str, Any]
 
 
+class _Name(msgspec.Struct):
+    request_id: str
+
+
+class _Named(msgspec.Struct):
+    """A ``Submit`` of which nothing is believed but the ids."""
+
+    items: list[_Name]
+
+
 def _plain(value: Any) -> Any:
     """Descriptions hold whatever a plugin put there; what msgpack does not know travels as text."""
     return dict(value) if isinstance(value, Mapping) else str(value)
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+_command_encoder = msgspec.msgpack.Encoder()  # strict: what a request holds must arrive as it was sent
+_event_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
 _commands = msgspec.msgpack.Decoder(Command)
 _events = msgspec.msgpack.Decoder(Event)
 
 
 def encode(message: Command | Event) -> bytes:
-    """A message as bytes."""
-    return _encoder.encode(message)
+    """A message as bytes. Raises ``InvalidRequest`` where a command holds what cannot travel."""
+    if not isinstance(message, Command):
+        return _event_encoder.encode(message)
+    try:
+        return _command_encoder.encode(message)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise InvalidRequest("request", f"cannot be sent to the engine: {error}") from error
 
 
 def decode_command(data: bytes) -> Command:
-    """The command in ``data``. Raises ``msgspec.ValidationError``."""
+    """The command in ``data``. Raises ``msgspec.DecodeError``."""
     return _commands.decode(data)
 
 
 def decode_event(data: bytes) -> Event:
-    """The event in ``data``. Raises ``msgspec.ValidationError``."""
+    """The event in ``data``. Raises ``msgspec.DecodeError``."""
     return _events.decode(data)
+
+
+def refusals(data: bytes, error: Exception) -> list[Refused]:
+    """Answers to a command that ``decode_command`` refused with ``error``: one for each request that it names."""
+    try:
+        items = msgspec.msgpack.decode(data, type=_Named).items
+    except msgspec.DecodeError:
+        return []  # it names none
+    return [Refused(item.request_id, "request", f"did not arrive as a request: {error}") for item in items]

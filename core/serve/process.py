@@ -20,7 +20,7 @@ from engine.core.assemble import assemble
 from engine.core.config import EngineConfig
 from engine.core.errors import EngineError
 from engine.core.serve.host import Host
-from engine.core.serve.messages import Boot, Command, Event, Fatal, Heartbeat, Ready, decode_command, encode
+from engine.core.serve.messages import Boot, Command, Event, Fatal, Heartbeat, Ready, decode_command, encode, refusals
 
 HEARTBEAT_SECONDS = 0.5
 EXIT_REFUSED = 2  # the configuration or the model cannot be used
@@ -48,10 +48,21 @@ class Wire:
         if self._commands.poll(None if timeout is None else int(timeout * 1000)):
             while True:
                 try:
-                    commands.append(decode_command(self._commands.recv(zmq.NOBLOCK)))
+                    data = self._commands.recv(zmq.NOBLOCK)
                 except zmq.Again:
                     break
+                commands += self._decoded(data)
         return commands
+
+    def _decoded(self, data: bytes) -> list[Command]:
+        """The command in ``data``. One that cannot be read is its sender's trouble, and nobody else's."""
+        try:
+            return [decode_command(data)]
+        except msgspec.DecodeError as error:
+            print(f"a command could not be read: {error}", file=sys.stderr)
+            for answer in refusals(data, error):
+                self.emit(answer)
+            return []
 
 
 def events_socket(context: zmq.Context[zmq.Socket[bytes]], boot: Boot) -> zmq.Socket[bytes]:
@@ -114,8 +125,9 @@ def serve(boot: Boot, wire: Wire, pulse: Pulse) -> int:
 
 def main() -> int:
     """Entry point of the child process."""
-    # Ctrl-C reaches the whole foreground group; the parent decides when we end, and lets open requests finish.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C and supervisors reach the whole group; the parent decides when we end, and lets open requests finish.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     boot = msgspec.json.decode(sys.stdin.buffer.readline(), type=Boot)
     threading.Thread(target=watch_parent, args=(boot.directory,), name="watch-parent", daemon=True).start()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

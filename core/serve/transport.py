@@ -174,6 +174,14 @@ class ProcessTransport:
             self.process.kill()
 
     def _receive(self) -> None:
+        """The thread: whatever goes wrong in it is the engine's death, or clients would wait for ever."""
+        try:
+            self._listen()
+        except BaseException as error:
+            traceback.print_exc()
+            self._give_up(f"what the engine sent could not be handled: {type(error).__name__}: {error}")
+
+    def _listen(self) -> None:
         told = False
         while True:
             alive = self.process.poll() is None  # before reading: what a dead child sent is complete
@@ -186,10 +194,13 @@ class ProcessTransport:
             cause = self._watchdog.verdict() if alive else describe_exit(self.process.wait())
             if cause is not None and not told and not self._closing.is_set():
                 told = True
-                self.kill()
-                self._on_death(cause)
+                self._give_up(cause)
             if not alive:
                 return
+
+    def _give_up(self, cause: str) -> None:
+        self.kill()
+        self._on_death(cause)
 
     def _on_message(self, event: Event) -> None:
         if isinstance(event, Heartbeat):

@@ -94,15 +94,15 @@ class Timer:
         self._last: float | None = None
 
     def tokens(self, count: int) -> None:
-        """So many tokens came together. Their gap is shared out evenly."""
+        """So many tokens came together. Their gap is shared out evenly; the first to come have none."""
         if not count:
             return
         now = time.monotonic()
         if self._last is None:
             self._first.observe(now - self._start)
-            count -= 1
-        for _ in range(count):
-            self._gap.observe((now - (self._last or now)) / count)
+        else:
+            for _ in range(count):
+                self._gap.observe((now - self._last) / count)
         self._last = now
 
     def end(self) -> None:

@@ -22,7 +22,6 @@ from engine.core.outputs import Chunk, Completion
 from engine.core.serve.client import Ask, AsyncEngine
 from engine.core.serve.streams import Gather, Group
 from engine.core.serve.text import encode
-from engine.core.validate import validate
 from engine.plugins.frontends._errors import HTTPError, as_http, failed
 from engine.plugins.frontends._metrics import Metrics
 from engine.plugins.frontends._openai_answers import Answers, ChatAnswers
@@ -94,7 +93,7 @@ class Routes:
         return await self._generate(request, CompletionRequest, Answers)
 
     async def models(self, request: Request) -> Response:
-        """The served model, with the length limit that is enforced."""
+        """The served model, with the length limit that is enforced and the tokens that the whole KV pool holds."""
         return json_response({"object": "list", "data": [self._model_card()]})
 
     async def model(self, request: Request) -> Response:
@@ -128,8 +127,7 @@ class Routes:
 
     async def _generate(self, request: Request, schema: type[Sampling], shape: type[Answers]) -> Response:
         body = await read_body(request, self._max_body)
-        wanted_id = request.headers.get("x-request-id", "")
-        request_id = wanted_id if REQUEST_ID.fullmatch(wanted_id) else uuid.uuid4().hex
+        request_id = id_of(request)
         if len(body) > LARGE_BODY:
             job = await asyncio.to_thread(self._prepare, body, schema, request_id)
         else:
@@ -163,15 +161,15 @@ class Routes:
         for number, prompt in enumerate(prompts):
             try:
                 tokens = encode(engine.tokenizer, prompt, engine.limits) if isinstance(prompt, str) else prompt
-                validate(tokens, kinds[0], engine.limits)
+                first = Ask(
+                    tokens=tokens, params=kinds[0], request_id=request_id, priority=wish.priority or 0,
+                    salt=wish.cache_salt or "", metadata=wish.tags(),
+                )  # fmt: skip
+                first.check(engine.limits)
             except InvalidRequest as error:
                 if len(prompts) == 1:
                     raise
                 raise InvalidRequest(error.field, f"(prompt {number} of {len(prompts)}) {error.message}") from error
-            first = Ask(
-                tokens=tokens, params=kinds[0], request_id=request_id, priority=wish.priority or 0,
-                salt=wish.cache_salt or "", metadata=wish.tags(),
-            )  # fmt: skip
             asks += [replace(first, params=kind) for kind in kinds]
         return Job(asks, n, bool(wish.stream), wish.wants_usage)
 
@@ -232,11 +230,15 @@ class Routes:
             except ClientGone:
                 return Response(status_code=CLIENT_CLOSED)
             except Exception as error:
-                failure = self._failure(error)
-                return json_response(failure.body(), failure.status, failure.headers)
+                return self._refusal(request, error)
 
         endpoint.__doc__ = handler.__doc__
         return endpoint
+
+    def _refusal(self, request: Request, error: Exception) -> Response:
+        failure = self._failure(error)
+        headers = {**failure.headers, "x-request-id": id_of(request)}
+        return json_response(failure.body(), failure.status, headers)
 
     def _failure(self, error: Exception) -> HTTPError:
         failure = as_http(error)
@@ -247,8 +249,9 @@ class Routes:
 
     async def _no_route(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        failure = HTTPError(error.status_code, f"{error.detail}: {request.method} {request.url.path}", code="not_found")
-        return json_response(failure.body(), failure.status)
+        code = "method_not_allowed" if error.status_code == 405 else "not_found"
+        words = f"{error.detail}: {request.method} {request.url.path}"
+        return self._refusal(request, HTTPError(error.status_code, words, code=code, headers=dict(error.headers or {})))
 
     def _authorize(self, request: Request) -> None:
         if self._key is None:
@@ -278,5 +281,15 @@ class Routes:
             "object": "model",
             "created": self._created,
             "owned_by": "sixhooks",
-            "max_model_len": min(limits.max_model_len, limits.pool_tokens),
+            "max_model_len": limits.max_model_len,
+            "kv_pool_tokens": limits.pool_tokens,
         }
+
+
+def id_of(request: Request) -> str:
+    """The client's ``X-Request-Id`` if it can be echoed in a header, else one of ours; the same whenever asked."""
+    if not hasattr(request.state, "id"):
+        wanted = request.headers.get("x-request-id", "")
+        request.state.id = wanted if REQUEST_ID.fullmatch(wanted) else uuid.uuid4().hex
+    own: str = request.state.id
+    return own

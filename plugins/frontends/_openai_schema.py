@@ -176,6 +176,7 @@ class Message(Strict):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[Part] | None = None
+    name: str | None = Field(None, description="accepted and not used: chat templates know no names")
     refusal: None = None
     annotations: Annotated[list[Any] | None, Field(max_length=0)] = None
     audio: None = None

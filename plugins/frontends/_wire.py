@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -22,21 +22,29 @@ class ClientGone(Exception):
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The request's body. Raises ``HTTPError`` (413) above ``limit`` bytes, which are never held in memory."""
+    """The request's body.
+
+    Raises:
+        HTTPError: 413 above ``limit`` bytes, which are never held in memory.
+        ClientGone: the client left in the middle of it.
+    """
     declared = request.headers.get("content-length", "")
     too_large = HTTPError(413, f"the body is above the limit of {limit} bytes", code="body_too_large")
     if declared.isdigit() and int(declared) > DRAIN_BYTES:
         raise too_large
     pieces: list[bytes] = []
     size = 0
-    async for piece in request.stream():
-        size += len(piece)
-        if size <= limit:
-            pieces.append(piece)
-        else:
-            pieces.clear()
-            if size > DRAIN_BYTES:
-                break
+    try:
+        async for piece in request.stream():
+            size += len(piece)
+            if size <= limit:
+                pieces.append(piece)
+            else:
+                pieces.clear()
+                if size > DRAIN_BYTES:
+                    break
+    except ClientDisconnect as error:
+        raise ClientGone from error
     if size > limit:
         raise too_large
     return b"".join(pieces)

@@ -13,7 +13,7 @@ from typing import ClassVar
 import uvicorn
 from pydantic import Field
 
-from engine.core.errors import ConfigError
+from engine.core.errors import ConfigError, EngineError
 from engine.core.protocols import Frontend, PluginOptions
 from engine.core.serve.client import AsyncEngine
 from engine.plugins.frontends._openai_routes import Routes
@@ -46,9 +46,12 @@ class OpenAIFrontend(Frontend):
         Prints ``listening on http://HOST:PORT`` once connections are accepted; port 0 takes any free one.
 
         Raises:
-            ConfigError: the address cannot be used.
+            ConfigError: the address cannot be used, or the key is empty.
         """
-        return asyncio.run(self._serve(engine, bind(host, port), api_key))
+        if api_key is not None and not api_key.strip():
+            raise ConfigError("the API key is empty, which would protect nothing: use None for an open server")
+        with bind(host, port) as sock:
+            return asyncio.run(self._serve(engine, sock, api_key))
 
     async def _serve(self, engine: AsyncEngine, sock: socket.socket, api_key: str | None) -> int:
         options: OpenAIOptions = self.options
@@ -65,15 +68,18 @@ class OpenAIFrontend(Frontend):
                 log_level="warning",
                 access_log=False,
                 lifespan="off",
-                timeout_graceful_shutdown=max(1, round(options.shutdown_grace_s)),
+                timeout_graceful_shutdown=options.shutdown_grace_s,  # type: ignore[arg-type]  # any number works
             )
         )
         serving = asyncio.create_task(server.serve([sock]))
         with server.signals():
             while not (server.started or serving.done()):
                 await asyncio.sleep(0.01)
+            if serving.done():  # it never listened
+                await serving
+                raise EngineError("the HTTP server ended before it listened")
             print(f"listening on {url_of(sock)} (described at {url_of(sock)}/openapi.json)", flush=True)
-            code = await watch(engine, server, options.engine_death_grace_s)
+            code = await watch(engine, server, serving, options.engine_death_grace_s)
             await serving
         return code
 
@@ -107,11 +113,12 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-async def watch(engine: AsyncEngine, server: uvicorn.Server, grace: float) -> int:
-    """Wait for the end. A dead engine does not come back: clients are told for a while, then a supervisor must act."""
+async def watch(engine: AsyncEngine, server: uvicorn.Server, serving: asyncio.Task[None], grace: float) -> int:
+    """Wait for the end, which is also that of the task ``serving``. A dead engine does not come back: clients are told
+    for a while, then a supervisor must act."""
     loop = asyncio.get_running_loop()
     died_at: float | None = None
-    while not server.should_exit:
+    while not (server.should_exit or serving.done()):
         await asyncio.sleep(WATCH_SECONDS)
         if engine.health().ok:
             continue

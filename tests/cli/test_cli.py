@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,7 +88,11 @@ def test_plugin_options_among_the_arguments(arguments: list[str], plain: list[st
         (["serve", "--executor", "no.such:Thing"], "no.such"),
         (["serve", "--executor", "sim", "--host", "256.0.0.1"], "cannot listen on 256.0.0.1:8000"),
         (["generate", "hi", "--executor", "sim", "--raw", "--max-tokens", "0"], "max_tokens"),
-        (["plugins", "--scheduler.x", "1"], "takes no plugin options"),
+        (["plugins", "--scheduler.x", "1"], "scheduler 'unified' has no option 'x'"),
+        (["replay", "trace.json", "--scheduler.x", "1"], "takes no plugin options"),
+        (["plugins", "--schedulr.x", "1"], "did you mean 'scheduler'?"),
+        (["serve", "--executor", "sim", "--api-key", ""], "api_key (flag --api-key): is empty"),
+        (["serve", "--executor", "sim", "--step-timeout", "0"], "step_timeout (flag --step-timeout)"),
         (["sevre"], "serve"),
     ],
 )
@@ -121,6 +126,7 @@ def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
 
 def test_bad_environment_and_file_name_their_origin(tmp_path: Path) -> None:
     assert "environment ENGINE_SHEDULER" in refused("serve", env={"ENGINE_SHEDULER": "radix"})
+    assert "api_key (environment ENGINE_API_KEY): is empty" in refused("serve", env={"ENGINE_API_KEY": ""})
     file = tmp_path / "engine.toml"
     file.write_text("max_running = 0\n")
     assert f"max_running (file {file})" in refused("serve", "--config", str(file))
@@ -178,6 +184,44 @@ def test_plugins_as_json() -> None:
     lines = json.loads(engine("plugins", "--json")[1])
     assert {line["role"] for line in lines} >= {"scheduler", "kvcache", "executor", "attention", "frontend"}
     assert {line["status"] for line in lines if line["distribution"] == "sixhooks"} == {"ok"}
+    assert active(lines) == {
+        ("scheduler", "unified"),
+        ("kvcache", "paged"),
+        ("executor", "torch"),
+        ("attention", "torch"),
+        ("frontend", "openai"),
+    }
+
+
+def active(lines: list[dict[str, Any]]) -> set[tuple[str, str]]:
+    return {(line["role"], line["name"]) for line in lines if line["active"]}
+
+
+def test_plugins_marks_what_this_configuration_selects(tmp_path: Path) -> None:
+    file = tmp_path / "engine.toml"
+    file.write_text('max_running = 3\nkvcache = "radix"\n')
+    env = {"ENGINE_SCHEDULER": "sglang", "ENGINE_VERSION": "3"}  # an alias, and a variable of somebody else
+    code, out, err = engine("plugins", "--json", "--config", str(file), "--executor", "sim", env=env)
+    assert code == 0, err
+    assert active(json.loads(out)) == {
+        ("scheduler", "radix"),
+        ("kvcache", "radix"),
+        ("executor", "sim"),  # which wants no attention backend
+        ("frontend", "openai"),
+    }
+    assert "active with this configuration" in engine("plugins")[1]
+
+
+def test_plugins_shows_what_is_selected_and_not_there() -> None:
+    code, out, err = engine("plugins", "--json", "--policy", "nobody", "--kvcache", "engine.nowhere:Cache")
+    assert code == 2
+    broken = {line["name"]: line for line in json.loads(out) if line["status"] == "broken" and line["active"]}
+    assert "unknown policy 'nobody'" in broken["nobody"]["cause"]
+    assert "cannot be imported" in broken["engine.nowhere:Cache"]["cause"]
+    assert "unknown policy 'nobody'" in err
+    code, out, _ = engine("plugins", "--scheduler", "engine.plugins.schedulers.radix:RadixScheduler")
+    assert code == 0
+    assert re.search(r"RadixScheduler \* +local code", out)
 
 
 def test_plugins_shows_what_is_broken_and_the_rest_works(tmp_path: Path) -> None:
@@ -204,6 +248,31 @@ def test_doctor_counts_pages_of_the_model() -> None:
     assert code == 0, err
     assert re.search(r"^ok +torch +\d", out, re.MULTILINE)
     assert re.search(r"KV pages +\d+ pages x 16 tokens", out)
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ({"n_head": 12, "n_embd": 768, "n_layer": 12, "n_positions": 1024}, "(73728 bytes a token)"),
+        ({"num_attention_heads": 12}, "no usable hidden_size"),
+        ({"num_attention_heads": None, "n_head": "many"}, "no usable num_attention_heads"),
+        ({}, "no usable num_attention_heads"),
+    ],
+)
+def test_doctor_reads_other_models_shapes(tmp_path: Path, shape: dict[str, Any], words: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    code, out, err = engine("doctor", "--model", str(tmp_path))
+    assert code == (0 if "bytes" in words else 1)
+    assert words in out
+    assert "Traceback" not in err
+
+
+def test_doctor_says_a_bad_option_once() -> None:
+    code, out, err = engine("doctor", "--executor.dtype", "float8")
+    assert code == 1
+    assert [line.split()[1] for line in out.splitlines() if line.startswith("MISSING")] == ["executor"]
+    assert "dtype" in out
+    assert "not ready: executor\n" in err
 
 
 def test_doctor_names_all_that_is_missing() -> None:

@@ -111,7 +111,8 @@ def test_bad_sizes(text):
             "without chunked prefill max_batch_tokens",
         ),
         ({"scheduler": {"name": "radix", "chunked_prefill_size": -1}}, "without chunked prefill max_batch_tokens"),
-        ({"scheduler": {"name": "radix", "chunked_prefill_size": 8}}, "below the page size"),
+        ({"scheduler": "radix", "max_batch_tokens": 8, "max_running": 4}, "chunks are whole pages"),
+        ({"scheduler": {"name": "radix", "chunked_prefill_size": 8}}, "chunks are whole pages"),
     ],
 )
 def test_what_cannot_work_is_refused_at_the_start(config, message):
@@ -131,6 +132,43 @@ def test_the_pool_is_sized_from_memory():
     assert limits.num_pages == 64
     with pytest.raises(ConfigError, match="does not hold one page of 16384 bytes"):
         size_limits(EngineConfig(kv_memory="1KiB", page_size=16), model, Sized())
+
+
+def test_variables_of_others_are_left_alone():
+    env = {"ENGINE_VERSION": "3", "ENGINE_": "", "ENGINE_HOME__X": "/", "ENGINE_PORT_8000_TCP_ADDR": "10.0.0.1"}
+    loaded = load_config(env={**env, "ENGINE_PORT": "1"})
+    assert loaded.config.port == 1
+    assert list(loaded.origins) == ["port"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("ENGINE_SHEDULER", "'sheduler' .environment ENGINE_SHEDULER.: did you mean 'scheduler'"),
+        ("ENGINE_KV_CACHE", "did you mean 'kvcache'"),
+        ("ENGINE_EXECUTER__STEP_MS", "did you mean 'executor'"),
+        ("ENGINE_MAX_RUNNING__X", "max_running has no options"),
+    ],
+)
+def test_misspelt_variables_are_refused(name, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(env={name: "1"})
+
+
+def test_patience_with_the_engine_is_configured():
+    config = load_config(env={"ENGINE_STEP_TIMEOUT": "7.5"}, flags={"heartbeat_timeout": "2"}).config
+    assert (config.step_timeout, config.heartbeat_timeout) == (7.5, 2)
+    with pytest.raises(ConfigError, match="step_timeout .flag --step-timeout.: .*greater than 0"):
+        load_config(flags={"step_timeout": "0"})
+
+
+@pytest.mark.parametrize("key", ["", "  ", "two words", "clé", "secret\n"])
+def test_a_key_that_protects_nothing_or_cannot_be_sent_is_refused(key):
+    with pytest.raises(
+        ConfigError, match="api_key .environment ENGINE_API_KEY.: (is empty|must be printable)"
+    ) as caught:
+        load_config(env={"ENGINE_API_KEY": key})
+    assert "secret" not in str(caught.value)
 
 
 def test_the_key_is_hidden_in_descriptions():

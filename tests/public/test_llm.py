@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 import engine
@@ -71,6 +72,13 @@ def test_more_prompts_than_the_queue_holds() -> None:
         ([[1], [2]], [TEN], "1 sampling params for 2 prompts"),
         ([1, -1], TEN, "vocabulary"),
         ([[1]], SamplingParams(max_tokens=0), "max_tokens"),
+        ([[1]], SamplingParams(stop="END"), "stop: must be a tuple of strings"),  # type: ignore[arg-type]
+        ([[1]], SamplingParams(max_tokens=5.5), "max_tokens: must be an integer, not float"),  # type: ignore[arg-type]
+        ([[1]], [{"max_tokens": 5}], "params: must be SamplingParams, not dict"),
+        (np.array([1, 2]), TEN, "must be text or a list, not ndarray"),
+        ([np.array([1, 2])], TEN, "list of token ids, not numpy.ndarray"),
+        ([[np.int32(1)]], TEN, "integers, not numpy.int32"),
+        (5, TEN, "must be text or a list, not int"),
     ],
 )
 def test_everything_is_checked_before_any_work(llm: LLM, prompts: Any, params: Any, words: str) -> None:
@@ -96,7 +104,40 @@ def test_a_stream_left_early_frees_its_pages(llm: LLM) -> None:
     stream = llm.stream([1, 2], SamplingParams(max_tokens=8000))
     next(stream)
     assert llm.core.stats()["running"] == 1
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
+    assert llm.core.stats()["running"] == 0
+
+
+@pytest.mark.parametrize("how", ["close", "drop", "with"])
+def test_a_stream_left_before_its_first_piece_is_ended(llm: LLM, how: str) -> None:
+    stream = llm.stream([1, 2], SamplingParams(max_tokens=8000))
+    if how == "close":
+        stream.close()
+        assert list(stream) == []
+        stream.close()
+    elif how == "drop":
+        del stream
+        gc.collect()
+    else:
+        with stream:
+            pass
+    llm.generate([3], TEN)
+    assert llm.core.stats()["accepted"] == 1  # the other never reached the core
+
+
+def test_a_stream_that_is_collected_within_a_step_is_ended_after_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = [llm.stream([1, 2], SamplingParams(max_tokens=8000))]
+    next(streams[0])
+    real = llm.core.step
+
+    def step() -> Any:
+        streams.clear()
+        gc.collect()
+        assert llm.core.stats()["running"] == 1
+        return real()
+
+    monkeypatch.setattr(llm.core, "step", step)
+    llm.step()
     assert llm.core.stats()["running"] == 0
 
 

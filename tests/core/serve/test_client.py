@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -199,6 +200,62 @@ def test_submission_of_several_is_all_or_none() -> None:
             await idle(engine)
 
     asyncio.run(main())
+
+
+WRONG: list[tuple[str, dict[str, Any]]] = [
+    ("top_k", {"params": params(2, top_k=2**70)}),
+    ("min_tokens", {"params": SamplingParams(min_tokens=2**70)}),
+    ("stop", {"params": params(2, stop="END")}),
+    ("max_tokens", {"params": SamplingParams(max_tokens=5.5)}),  # type: ignore[arg-type]
+    ("seed", {"params": params(2, seed=1.5)}),
+    ("temperature", {"params": params(2, temperature="1")}),
+    ("priority", {"priority": 2**64}),
+    ("priority", {"priority": "high"}),
+    ("salt", {"salt": None}),
+    ("request_id", {"request_id": 7}),
+    ("metadata", {"metadata": {1: "a"}}),
+    ("metadata", {"metadata": {"a": object()}}),
+]
+
+
+@pytest.mark.parametrize(("field", "options"), WRONG, ids=lambda value: str(value)[:40])
+def test_wrong_types_cost_their_sender_a_refusal_and_nobody_anything(
+    engine: AsyncEngine, field: str, options: dict[str, Any]
+) -> None:
+    async def main() -> None:
+        neighbour = asyncio.create_task(engine.complete([1], params(20)))
+        await asyncio.sleep(0)
+        with pytest.raises(InvalidRequest) as caught:
+            await engine.complete([1], **options)
+        assert caught.value.field == field
+        assert (await neighbour).finish_reason == "length"
+        assert engine.health().open_requests == 0
+        await idle(engine)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("bad", [{"top_k": 2**70}, {"max_tokens": 5.5}, {"ignore_eos": "no"}], ids=str)
+def test_what_slips_past_the_check_is_refused_and_leaks_nothing(bad: dict[str, Any]) -> None:
+    """``checked`` is believed: what cannot be sent, or cannot be read over there, still ends one request only."""
+
+    async def main() -> None:
+        async with await AsyncEngine.start(config()) as engine:
+            neighbour = asyncio.create_task(engine.complete([1], params(50)))
+            await asyncio.sleep(0.02)
+            asks = [Ask(tokens=[1], params=SamplingParams(**bad))] * 100
+            for _ in range(30):  # 3000 is more than may be open
+                with pytest.raises((InvalidRequest, EngineError)):
+                    async for _ in engine.submit_many(asks, checked=True):
+                        pass
+                while engine.health().open_requests > 1:
+                    await asyncio.sleep(0.01)
+            assert engine.health().ok
+            assert (await neighbour).finish_reason == "length"
+            assert (await engine.complete([1], params(3))).finish_reason == "length"
+            assert sum(engine.ledger.ended.values()) == engine.ledger.accepted
+
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def test_counts_agree_with_the_core(engine: AsyncEngine) -> None:

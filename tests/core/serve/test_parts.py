@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
@@ -129,11 +131,19 @@ class Narrow:
     """A core whose queue holds one request, and which refuses the prompt [0]."""
 
     has_work = True
+    limits = replace(LIMITS, max_waiting=1)
+    parked = ()
 
     def __init__(self) -> None:
         self.queue: list[str] = []
+        self.asked: list[str] = []
+
+    @property
+    def waiting(self) -> list[str]:
+        return self.queue
 
     def add(self, tokens: list[int], params: SamplingParams, *, request_id: str, **_: object) -> None:
+        self.asked.append(request_id)
         if tokens == [0]:
             raise InvalidRequest("prompt", "is bad")
         if self.queue:
@@ -153,9 +163,11 @@ class Narrow:
 def test_intake_keeps_the_order_and_waits_for_room() -> None:
     core = Narrow()
     intake = Intake(core)
-    intake.put([Add(name, [token], SamplingParams()) for name, token in (("a", 1), ("b", 0), ("c", 1), ("d", 1))])
+    intake.put([Add(name, [token], SamplingParams()) for name, token in (("b", 0), ("a", 1), ("c", 1), ("d", 1))])
     assert [(item.request_id, error.field) for item, error in intake.pump()] == [("b", "prompt")]
     assert (core.queue, len(intake)) == (["a"], 2)
+    assert intake.pump() == []
+    assert core.asked == ["b", "a"]  # a full core is not shown prompts, which it would check each time
     assert intake.cancel("c")
     assert not intake.cancel("c")
     assert not intake.cancel("a")

@@ -22,12 +22,13 @@ START_SECONDS = 120.0
 class Server:
     """A running ``engine serve``."""
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, *flags: str, own_group: bool = False) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-c", "from engine.cli import main; main()", "serve", "--port", "0", *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            start_new_session=own_group,
             env={
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(filter(None, (str(FAULTS), os.environ.get("PYTHONPATH")))),
@@ -60,11 +61,11 @@ class Server:
             time.sleep(0.05)
         raise AssertionError(f"still busy: {now}")
 
-    def stop(self, number: int = signal.SIGTERM) -> int:
-        """Send a signal and wait for the exit code."""
+    def stop(self, number: int = signal.SIGTERM, *, group: bool = False) -> int:
+        """Send a signal, to all its processes (of its ``own_group``) if asked to, and wait for the exit code."""
         self.http.close()
         if self.process.poll() is None:
-            self.process.send_signal(number)
+            (os.killpg if group else os.kill)(self.process.pid, number)
         return self.wait()
 
     def wait(self) -> int:
@@ -118,8 +119,8 @@ def start() -> Iterator[Callable[..., Server]]:
     """Starts servers with flags of one's own; those that still run at the end are ended."""
     started: list[Server] = []
 
-    def start(*flags: str) -> Server:
-        started.append(Server(*flags))
+    def start(*flags: str, own_group: bool = False) -> Server:
+        started.append(Server(*flags, own_group=own_group))
         return started[-1]
 
     yield start

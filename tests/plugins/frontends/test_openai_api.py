@@ -196,6 +196,10 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     ("/v1/completions", {"temperature": 1e9}, "temperature", "between 0 and 100"),
     ("/v1/completions", {"top_p": 0}, "top_p", "above 0"),
     ("/v1/completions", {"top_p": 2}, "top_p", "at most 1"),
+    ("/v1/completions", {"top_k": 2**70}, "top_k", "64 bits"),
+    ("/v1/completions", {"priority": -(2**70)}, "priority", "64 bits"),
+    ("/v1/completions", {"seed": int("9" * 4000)}, "seed", "64 bits"),
+    ("/v1/completions", {"max_tokens": None, "min_tokens": 8190}, "min_tokens", "between 0 and 8189"),
     ("/v1/completions", {"top_k": -2}, "top_k", "0 (off) or more"),
     ("/v1/completions", {"seed": 2**63}, "seed", "64 bits"),
     ("/v1/completions", {"stop": ["", "END"]}, "stop", "empty stop string"),
@@ -275,9 +279,52 @@ def test_unknown_model_and_route(server: Any) -> None:
     answer = server.http.post("/v1/completions", json={**GOOD, "model": "gpt-4"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
     assert server.http.post("/v1/completions", json={**GOOD, "model": "sim"}).status_code == 200
-    for answer in (server.http.get("/v2"), server.http.get("/v1/completions")):
-        assert answer.status_code in (404, 405)
-        assert answer.json()["error"]["type"] == "invalid_request_error"
+    answer = server.http.get("/v2")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+    answer = server.http.get("/v1/completions")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (405, "method_not_allowed")
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert answer.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("POST", "/v1/completions", 400), ("GET", "/v2", 404), ("GET", "/v1/chat/completions", 405)],
+)
+def test_error_answers_carry_the_request_id(server: Any, method: str, path: str, status: int) -> None:
+    for wanted, given in (("mine", "mine"), ("", None), ("x" * 300, None), ("é", None)):
+        answer = server.http.request(method, path, content=b"{", headers={"x-request-id": wanted.encode()})
+        assert answer.status_code == status
+        if given is None:
+            assert len(answer.headers["x-request-id"]) == 32
+        else:
+            assert answer.headers["x-request-id"] == given
+
+
+def test_an_author_name_is_accepted_and_changes_nothing(server: Any) -> None:
+    named = {**CHAT, "messages": [{"role": "user", "name": "ann", "content": "hello"}]}
+    answers = [server.http.post("/v1/chat/completions", json=body).raise_for_status().json() for body in (CHAT, named)]
+    assert answers[0]["choices"] == answers[1]["choices"]
+
+
+def test_the_length_limit_is_the_one_enforced(start: Any) -> None:
+    server = start("--executor", "sim", "--executor.pages", "4", "--page-size", "16", "--max-model-len", "100")
+    [card] = server.http.get("/v1/models").json()["data"]
+    assert (card["max_model_len"], card["kv_pool_tokens"]) == (100, 64)
+    [choice] = complete(server, prompt=[1] * 10, max_tokens=90)["choices"]  # above the pool: accepted, and ends there
+    assert (choice["finish_reason"], choice["finish_detail"]) == ("length", "kv_capacity")
+    late = server.http.post("/v1/completions", json={**GOOD, "prompt": [1] * 10, "max_tokens": 91})
+    assert late.status_code == 400
+
+
+@pytest.mark.parametrize("fields", [{"top_k": 2**70, "n": 1024, "max_tokens": 2}, {"priority": 2**64, "n": 1000},
+                                    {"min_tokens": 2**70, "max_tokens": None, "n": 1000}], ids=str)  # fmt: skip
+def test_numbers_that_no_wire_carries_leave_nothing_behind(server: Any, fields: dict[str, Any]) -> None:
+    for _ in range(4):  # 2112 may be open
+        answer = server.http.post("/v1/completions", json={**GOOD, **fields})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(fields)))
+    assert server.http.get("/health").json()["open_requests"] == 0
+    assert server.http.post("/v1/completions", json=GOOD).status_code == 200
 
 
 @pytest.mark.parametrize("megabytes", [9, 50])
