@@ -12,7 +12,7 @@ from typing import Any
 from engine.core.config import Selection
 from engine.core.loop import EngineCore
 from engine.core.plan import Outcome, Plan
-from engine.core.protocols import Executor, KVCache, Limits, ModelInfo, Plugin, Scheduler
+from engine.core.protocols import Executor, KVCache, Limits, ModelInfo, Plugin, Policy, Scheduler
 from engine.core.registry import Registry, build
 from engine.core.replay.report import Divergence, NotReplayable, Report
 from engine.core.request import Request, SamplingParams
@@ -40,8 +40,11 @@ def recognises(data: Trace) -> bool:
     return isinstance(config, Mapping) and "num_blocks" in config and "requests" in data and "trace" in data
 
 
-def replay(data: Trace) -> Report:
+def replay(data: Trace, policies: Sequence[Policy] = ()) -> Report:
     """Decide the workload anew and compare each step; stops at the first difference.
+
+    Args:
+        policies: run with these plugins beside the scheduler.
 
     Raises:
         NotReplayable: asynchronous scheduling or drafts, which ``unified`` does not decide yet.
@@ -50,7 +53,7 @@ def replay(data: Trace) -> Report:
     for key, what in (("async", "asynchronous scheduling"), ("num_spec_tokens", "draft tokens")):
         if config[key]:
             raise NotReplayable(f"{what} is not decided yet")
-    core = _core(data)
+    core = _core(data, policies)
     try:
         for record in data["trace"]:
             decided = _step(core, data, record["step"])
@@ -89,7 +92,7 @@ class RecordedModel(Executor):
         return output[request.num_output] if request.num_output < len(output) else 0
 
 
-def _core(data: Trace) -> EngineCore:
+def _core(data: Trace, policies: Sequence[Policy]) -> EngineCore:
     config = data["config"]
     executor = RecordedModel({r["id"]: r["output"] for r in data["requests"]}, config["max_model_len"])
     scheduler = _plugin(
@@ -112,7 +115,9 @@ def _core(data: Trace) -> EngineCore:
         num_pages=config["usable_blocks"],
         vocab_size=ANY_TOKEN,
     )
-    return EngineCore(limits=limits, model=executor.load(), scheduler=scheduler, kv=kv, executor=executor)
+    return EngineCore(
+        limits=limits, model=executor.load(), scheduler=scheduler, kv=kv, executor=executor, policies=policies
+    )
 
 
 def _plugin(role: str, name: str, **options: Any) -> Plugin:

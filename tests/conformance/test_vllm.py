@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.core import Policy, hookimpl
 from engine.core.replay import vllm
 from engine.core.replay.report import NotReplayable
 
@@ -33,9 +34,32 @@ TRACES = _load()
 DECIDED = [n for n, t in TRACES.items() if not t["config"]["async"] and not t["config"]["num_spec_tokens"]]
 
 
+class DoNothing(Policy):
+    """Asked everything, has no opinion."""
+
+    name = "do-nothing"
+
+    @hookimpl
+    def order(self, waiting):
+        return None
+
+    @hookimpl
+    def admit(self, request):
+        return None
+
+    @hookimpl
+    def evict(self, need, pool):
+        return None
+
+    @hookimpl
+    def commit(self, outcome):
+        return None
+
+
+@pytest.mark.parametrize("policies", [(), (DoNothing,)], ids=["alone", "do-nothing"])
 @pytest.mark.parametrize("name", DECIDED)
-def test_every_step_is_decided_as_vllm_decided_it(name):
-    report = vllm.replay(TRACES[name])
+def test_every_step_is_decided_as_vllm_decided_it(name, policies):
+    report = vllm.replay(TRACES[name], [policy() for policy in policies])
     assert report.equal, "\n".join([name, *report.divergence.lines()])
     assert report.steps == len(TRACES[name]["trace"])
 
