@@ -48,7 +48,7 @@ def _tables(core: EngineCore) -> None:
         reach = request.computed + request.in_flight
         if reach > len(request.pages) * size:
             _fail(f"{request!r} has tokens without a page")
-        if reach > request.num_tokens or request.in_flight < 0:
+        if request.computed > request.num_tokens or request.in_flight < 0:
             _fail(f"{request!r} computed more than it knows")
         if len(set(request.pages)) != len(request.pages):
             _fail(f"{request!r} has a page twice")

@@ -154,7 +154,7 @@ class EngineCore:
 
     def _let_go(self, request: Request) -> None:
         """Return all that a finished request holds. Content that was computed may stay cached."""
-        self.kv.release(request, keep=request.computed)
+        self.kv.release(request, keep=min(request.computed, request.num_tokens))
         request.pages = []
         request.in_flight = 0
         request.epoch += 1
@@ -289,6 +289,8 @@ class EngineCore:
         request.pages = []
         request.computed = 0
         request.in_flight = 0
+        request.drafts = ()
+        request.lagging = False
         request.epoch += 1
         request.table_version += 1
         request.preemptions += 1

@@ -103,7 +103,8 @@ class EvictionPool:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """One step's work, sealed. Parallel tuples: row i is ``requests[i]`` computing ``counts[i]`` tokens from position
-    ``starts[i]``; where ``samples[i]`` is true the row reaches the end of the known tokens and yields a new one.
+    ``starts[i]``; where ``samples[i]`` is true the row reaches the end of the known tokens and yields a new one. Tokens
+    beyond the known ones are the row's ``drafts``.
 
     Every token of a plan is backed by a page: ``starts[i] + counts[i] <= len(tables[i]) * page_size``. Executors read
     the tables from here and not from the request, which may have been aborted since.
@@ -123,6 +124,7 @@ class Plan:
     otherwise: Why = Why.NOT_ASKED  # the reason of waiting requests that ``waits`` does not name
     mode: str = "mixed"  # the scheduler's word for the batch: extend, decode, mixed, idle
     common_prefix_pages: int = 0
+    drafts: Mapping[Request, tuple[int, ...]] = field(default_factory=dict)  # verified by its row; -1: never matches
 
     @property
     def total_tokens(self) -> int:
@@ -138,12 +140,14 @@ class Outcome:
     """What came of a plan. The executor fills ``tokens`` and ``errors``; the core fills the rest before ``commit``.
 
     ``tokens[i]`` are the tokens that row i produced (empty where the row does not sample). ``errors`` names rows that
-    failed alone: their requests end, the others' results stand.
+    failed alone: their requests end, the others' results stand. A row that verifies d drafts yields the accepted ones
+    and one more, so 1 … d + 1 tokens. ``proposals`` are drafts for the next step, by row.
     """
 
     plan: Plan
     tokens: Sequence[Sequence[int]]
     errors: Mapping[int, str] = field(default_factory=dict)
+    proposals: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     finished: tuple[Request, ...] = ()  # ended by this step, in plan order
     dropped: tuple[int, ...] = ()  # rows whose request was preempted or ended meanwhile: late, ignored
 

@@ -84,6 +84,8 @@ class Request:
     pages: list[int] = field(default_factory=list)  # page table; replaced, never edited in place, except appends
     computed: int = 0
     in_flight: int = 0
+    drafts: tuple[int, ...] = ()  # proposed tokens to verify when it is next planned
+    lagging: bool = False  # accepted drafts completed pages that are not published yet
     prefill_target: int = 0  # num_tokens at admission: up to here the request prefills
     epoch: int = 0  # grows with each preemption and at the end: late results of older epochs are dropped
     table_version: int = 0  # grows when ``pages`` changed other than by appending
@@ -117,8 +119,8 @@ class Request:
 
     @property
     def debt(self) -> int:
-        """Tokens still to plan: known tokens without KV that no step in flight computes."""
-        return len(self.tokens) - self.computed - self.in_flight
+        """Tokens still to plan: known tokens without KV that no step in flight computes, and drafts to verify."""
+        return len(self.tokens) + len(self.drafts) - self.computed - self.in_flight
 
     @property
     def max_new(self) -> int:

@@ -42,6 +42,7 @@ class ResultApplier:
         Fills ``outcome.finished`` and ``outcome.dropped``.
         """
         plan, errors = outcome.plan, outcome.errors
+        drafts, proposals = plan.drafts, outcome.proposals
         vocab, pool_tokens, publishes = self._vocab, self._pool_tokens, self._publishes
         finished: list[Request] = []
         dropped: list[int] = []
@@ -57,6 +58,9 @@ class ResultApplier:
                 finished.append(request)
                 outbox.append(delta(request, ()))
                 continue
+            if drafts and request in drafts:
+                count -= len(drafts[request]) - (len(tokens) - 1)  # rejected drafts have no KV that counts
+                request.lagging = True
             computed += count
             request.computed += count
             if publishes:
@@ -75,6 +79,8 @@ class ResultApplier:
                 output += len(tokens)
             if request.finish is not None:
                 finished.append(request)
+            elif proposals:
+                request.drafts = proposals.get(row, ())
             outbox.append(delta(request, tokens))
         self._counters.computed_tokens += computed
         self._counters.output_tokens += output

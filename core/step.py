@@ -22,6 +22,9 @@ Decide = Callable[[Room], "int | Why"]
 """A scheduler's check of a candidate: how many tokens to grant it, or why none."""
 
 
+NO_DRAFT = -1  # stands where a draft is planned but not known: it never matches
+
+
 class Step:
     """One step being planned. Made by the core, dead once sealed.
 
@@ -37,6 +40,7 @@ class Step:
         "_adopters",
         "_asked",
         "_core",
+        "_drafts",
         "_fresh",
         "_kv",
         "_rows",
@@ -69,6 +73,7 @@ class Step:
         self.journal: dict[Request, list[object]] = {}  # keys that this step published before they are computed
         self._rows: dict[Request, int] = {}
         self._starts: dict[Request, int] = {}
+        self._drafts: dict[Request, tuple[int, ...]] = {}
         self._fresh: dict[int, Request] = {}  # page published in this step -> who computes it
         self._adopters: dict[Request, list[Request]] = {}  # publisher -> who adopted its fresh pages
         self._waits: dict[str, tuple[Why, str]] = {}
@@ -134,10 +139,11 @@ class Step:
         """Record why a request got nothing in this step. The last note stands."""
         self._waits[request.id] = (why, words)
 
-    def grant(self, request: Request, tokens: int) -> int:
+    def grant(self, request: Request, tokens: int, lookahead: int = 0) -> int:
         """Plan up to ``tokens`` more tokens of a running request; returns how many, 0 with ``step.refused`` set.
 
-        Never more than its debt or the budget. Pages are taken, asking ``evict`` (kind ``cache``) when short.
+        Never more than its debt (its drafts come last) or the budget; drafts that do not fit are forgotten. Pages are
+        taken, asking ``evict`` (kind ``cache``) when short; ``lookahead`` asks for pages for so many tokens more.
         """
         count = min(tokens, request.debt, self.budget)
         if count <= 0:
@@ -145,7 +151,7 @@ class Step:
         if request.state is not State.RUNNING or self.plan is not None:
             return self._refuse(request, Why.NOTHING_OWED)
         upto = request.computed + request.in_flight + count
-        short = self._kv.short(request, upto)
+        short = self._kv.short(request, self._reach(upto, lookahead))
         if short > 0 and not self._take(request, short):
             return self._refuse(request, Why.PAGES)
         self._record(request, count, upto)
@@ -162,11 +168,11 @@ class Step:
         for index in range(first, len(requests)):
             request = requests[index]
             start = request.computed + request.in_flight
-            if len(request.tokens) - start != 1 or request.state is not running:
+            if len(request.tokens) - start != 1 or request.drafts or request.state is not running:
                 self.budget = budget
                 return index
             # A token that neither opens a page nor completes one concerns nobody but the request itself.
-            if 0 < start % size < size - 1 and budget > 0 and request not in rows:
+            if 0 < start % size < size - 1 and budget > 0 and request not in rows and not request.lagging:
                 rows[request] = 1
                 starts[request] = start
                 request.in_flight += 1
@@ -179,13 +185,15 @@ class Step:
         self.budget = budget
         return len(requests)
 
-    def start(self, request: Request, tokens: int | Decide) -> int:
+    def start(self, request: Request, tokens: int | Decide, *, lookahead: int = 0, padding: int = 0) -> int:
         """Admit a waiting request: look its prefix up, check, pin, take pages. One transaction; all or nothing.
 
         Args:
             request: a candidate of ``queue()``.
             tokens: most tokens to grant it, or a function of the ``Room`` that there is to the number to grant or to
                 why none. The function sees the page counts before and after the pin.
+            lookahead: pages for so many tokens more.
+            padding: it may be granted so many tokens more than it owes, as drafts that never match.
 
         Returns the tokens granted (after the cached prefix), 0 with ``step.refused`` set and nothing changed.
         """
@@ -200,11 +208,11 @@ class Step:
         answer = tokens if isinstance(tokens, int) else tokens(room)
         if isinstance(answer, Why):
             return self._refuse(request, answer)
-        count = min(answer, room.owed, self.budget)
+        count = min(answer, room.owed + padding, self.budget)
         if count <= 0:
             return self._refuse(request, Why.TOKEN_BUDGET)
         upto = match.tokens + count
-        short = -(-upto // self._size) - len(match.pages)
+        short = -(-self._reach(upto, lookahead) // self._size) - len(match.pages)
         if short > room.pinned_available:
             return self._refuse(request, Why.PAGES)
         adopted = self._kv.adopt(request, match)
@@ -216,6 +224,7 @@ class Step:
         for publisher in {self._fresh[page] for page in adopted if page in self._fresh}:
             self._adopters.setdefault(publisher, []).append(request)
         core.enter(request, match.tokens)
+        request.drafts = (NO_DRAFT,) * max(0, count - room.owed)
         self.admitted.append(request)
         self._waits.pop(request.id, None)
         self._record(request, count, upto)
@@ -283,7 +292,7 @@ class Step:
             epochs=tuple([request.epoch for request in requests]),
             starts=starts,
             counts=counts,
-            samples=tuple([s + c == len(r.tokens) for r, s, c in zip(requests, starts, counts, strict=True)]),
+            samples=tuple([s + c >= len(r.tokens) for r, s, c in zip(requests, starts, counts, strict=True)]),
             tables=tuple([request.pages for request in requests]),
             admitted=tuple(self.admitted),
             preempted=tuple(self.preempted),
@@ -292,6 +301,7 @@ class Step:
             otherwise=otherwise or (Why.BEHIND if self._asked else Why.NOT_ASKED),
             mode=mode if requests else "idle",
             common_prefix_pages=common_prefix_pages,
+            drafts=self._drafts,
         )
         return self.plan
 
@@ -308,12 +318,25 @@ class Step:
         self._rows[request] = self._rows.get(request, 0) + count
         request.in_flight += count
         self.budget -= count
-        if self._kv.publish_when == "planned" and upto // self._size > (upto - count) // self._size:
-            publication = self._kv.publish(request, upto)
+        known = len(request.tokens)
+        if request.drafts:
+            if upto > known:
+                self._drafts[request] = request.drafts[: upto - known]
+            request.drafts = ()
+        if self._kv.publish_when != "planned":
+            return
+        known = min(upto, known)  # drafts may be rejected: they are never published
+        if known // self._size > (upto - count) // self._size or request.lagging:
+            request.lagging = False
+            publication = self._kv.publish(request, known)
             if publication.keys:
                 self.journal.setdefault(request, []).extend(publication.keys)
-                for page in request.pages[(upto - count) // self._size : upto // self._size]:
+                for page in request.pages[(upto - count) // self._size : known // self._size]:
                     self._fresh[page] = request
+
+    def _reach(self, upto: int, lookahead: int) -> int:
+        """Tokens to have pages for: no sequence grows beyond the model's length."""
+        return min(upto + lookahead, self._core.limits.max_model_len) if lookahead else upto
 
     def _take(self, request: Request, count: int) -> bool:
         if not self._core.arbiter.free_up(count, self):
@@ -326,6 +349,7 @@ class Step:
         if not count:
             return
         del self._starts[request]
+        self._drafts.pop(request, None)
         request.in_flight -= count
         self.budget += count
         self._fresh = {page: owner for page, owner in self._fresh.items() if owner is not request}

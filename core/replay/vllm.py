@@ -24,6 +24,7 @@ DEFAULTS: Mapping[str, Any] = {
     "new": [],
     "resumed": [],
     "cached_tokens": {},
+    "spec": {},
     "preempted": [],
     "finished": [],
     "new_blocks": {},
@@ -47,12 +48,11 @@ def replay(data: Trace, policies: Sequence[Policy] = ()) -> Report:
         policies: run with these plugins beside the scheduler.
 
     Raises:
-        NotReplayable: asynchronous scheduling or drafts, which ``unified`` does not decide yet.
+        NotReplayable: asynchronous scheduling, which ``unified`` does not decide yet.
     """
     config = data["config"]
-    for key, what in (("async", "asynchronous scheduling"), ("num_spec_tokens", "draft tokens")):
-        if config[key]:
-            raise NotReplayable(f"{what} is not decided yet")
+    if config["async"]:
+        raise NotReplayable("asynchronous scheduling is not decided yet")
     core = _core(data, policies)
     try:
         for record in data["trace"]:
@@ -66,13 +66,14 @@ def replay(data: Trace, policies: Sequence[Policy] = ()) -> Report:
 
 
 class RecordedModel(Executor):
-    """Emits what the recording says that each request emits."""
+    """Emits what the recording says that each request emits, and proposes the drafts that it says."""
 
     name = "recorded"
 
-    def __init__(self, outputs: Mapping[str, Sequence[int]], max_model_len: int) -> None:
+    def __init__(self, requests: Sequence[Trace], max_model_len: int) -> None:
         super().__init__()
-        self._outputs = outputs
+        self._outputs = {r["id"]: r["output"] for r in requests}
+        self._drafts = {r["id"]: r.get("drafts") for r in requests}
         self._length = max_model_len
 
     def load(self) -> ModelInfo:
@@ -83,18 +84,27 @@ class RecordedModel(Executor):
         """There is no KV memory."""
 
     def execute(self, plan: Plan) -> Outcome:
-        """The k-th token of each request that samples."""
-        rows = zip(plan.requests, plan.samples, strict=True)
-        return Outcome(plan, [(self._next(request),) if samples else () for request, samples in rows])
+        """The k-th token of each request that samples, after the drafts that equal what comes anyway."""
+        tokens: list[tuple[int, ...]] = []
+        proposals: dict[int, tuple[int, ...]] = {}
+        for row, (request, samples) in enumerate(zip(plan.requests, plan.samples, strict=True)):
+            tokens.append(self._emit(request, plan.drafts.get(request, ())) if samples else ())
+            drafts = self._drafts[request.id]
+            if samples and drafts:
+                known = request.num_output + len(tokens[-1])
+                proposals[row] = tuple(drafts[known]) if known < len(drafts) else ()
+        return Outcome(plan, tokens, proposals=proposals)
 
-    def _next(self, request: Request) -> int:
-        output = self._outputs[request.id]
-        return output[request.num_output] if request.num_output < len(output) else 0
+    def _emit(self, request: Request, drafts: Sequence[int]) -> tuple[int, ...]:
+        at = request.num_output
+        output = [*self._outputs[request.id][at : at + len(drafts) + 1], *[0] * (len(drafts) + 1)]
+        accepted = next((n for n, draft in enumerate(drafts) if draft != output[n]), len(drafts))
+        return tuple(output[: accepted + 1])
 
 
 def _core(data: Trace, policies: Sequence[Policy]) -> EngineCore:
     config = data["config"]
-    executor = RecordedModel({r["id"]: r["output"] for r in data["requests"]}, config["max_model_len"])
+    executor = RecordedModel(data["requests"], config["max_model_len"])
     scheduler = _plugin(
         "scheduler",
         "unified",
@@ -103,8 +113,15 @@ def _core(data: Trace, policies: Sequence[Policy]) -> EngineCore:
         long_prefill_token_threshold=config["long_prefill_token_threshold"],
         reserve_full_sequence=config["reserve_full_isl"],
         watermark=config["watermark"],
+        num_spec_tokens=config["num_spec_tokens"],
+        num_lookahead_tokens=config["num_lookahead_tokens"],
     )
-    kv = _plugin("kvcache", "paged", enable_prefix_caching=config["enable_prefix_caching"])
+    kv = _plugin(
+        "kvcache",
+        "paged",
+        enable_prefix_caching=config["enable_prefix_caching"],
+        drop_last_page=config["eagle_drop_last_block"],
+    )
     assert isinstance(scheduler, Scheduler)
     assert isinstance(kv, KVCache)
     limits = Limits(
@@ -154,6 +171,7 @@ def _step(core: EngineCore, data: Trace, number: int) -> dict[str, Any]:
         "new": [name for name in admitted if name not in resumable],
         "resumed": [name for name in admitted if name in resumable],
         "cached_tokens": {name: starts[name] for name in admitted},
+        "spec": {request.id: list(drafts) for request, drafts in plan.drafts.items()},
         "preempted": removed + [request.id for request in plan.preempted],
         "finished": [request.id for request in outcome.finished],
         "new_blocks": {name: pages for name, pages in fresh.items() if pages},

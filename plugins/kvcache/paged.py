@@ -48,6 +48,7 @@ class PagedCache(KVCache):
 
     class Options(PluginOptions):
         enable_prefix_caching: bool = Field(True, description="reuse KV of equal prefixes")
+        drop_last_page: bool = Field(False, description="recompute the last page of a hit (EAGLE drafters need it)")
 
     def start(self, context: Context) -> None:
         self._pool = context.pool
@@ -72,6 +73,8 @@ class PagedCache(KVCache):
                 break
             pages.append(copies[0])
             idle += copies[0] in self._idle
+        if pages and self.options.drop_last_page:
+            idle -= pages.pop() in self._idle
         return Match(len(pages) * self._page_size, pages, idle)
 
     def adopt(self, request: Request, match: Match) -> list[int]:

@@ -82,9 +82,10 @@ class RadixScheduler(Scheduler):
         """A prefill batch if there is one, else a decode batch."""
         self._prefill(step)
         if step.tokens_planned:
-            if self.options.enable_mixed_chunk and step.grant_decodes(self.decoding):
-                return step.seal("mixed")
-            return step.seal("extend")
+            prefill = step.tokens_planned
+            if self.options.enable_mixed_chunk:
+                self._grant_decodes(step)
+            return step.seal("mixed" if step.tokens_planned > prefill else "extend")
         self._decode(step)
         return step.seal("decode", otherwise=Why.RUN_SLOTS if step.slots <= 0 else None)
 
@@ -160,10 +161,17 @@ class RadixScheduler(Scheduler):
 
     def _decode(self, step: Step) -> None:
         retracted = self._make_room(step)
-        step.grant_decodes(self.decoding)
+        self._grant_decodes(step)
         if not retracted and self.decoding:
             decay = (self.init_ratio - self.min_ratio) / DECAY_STEPS
             self.new_token_ratio = max(self.new_token_ratio - decay, self.min_ratio)
+
+    def _grant_decodes(self, step: Step) -> None:
+        """One token for each that decodes; drafts are left alone, and who finds no page waits."""
+        at = step.grant_decodes(self.decoding)
+        while at < len(self.decoding):
+            step.grant(self.decoding[at], 1)
+            at = step.grant_decodes(self.decoding, at + 1)
 
     def _make_room(self, step: Step) -> bool:
         """Retract until every decoding request can have its next page; keeps one unless a chunk is pending."""

@@ -31,6 +31,8 @@ class UnifiedScheduler(Scheduler):
         enable_chunked_prefill: bool = Field(True, description="a prompt may be computed over several steps")
         long_prefill_token_threshold: int = Field(0, ge=0, description="most tokens of one request a step (0: no cap)")
         reserve_full_sequence: bool = Field(True, description="admit only what fits whole, not just its first chunk")
+        num_spec_tokens: int = Field(0, ge=0, description="drafts that the executor proposes a step, at most")
+        num_lookahead_tokens: int = Field(0, ge=0, description="pages are taken for so many tokens more (drafters)")
         watermark: float = Field(0.0, ge=0, lt=1, description="share of the pool kept free at admission")
 
     def start(self, context: Context) -> None:
@@ -40,6 +42,8 @@ class UnifiedScheduler(Scheduler):
                 f"scheduler unified: without chunked prefill max_batch_tokens ({limits.max_batch_tokens}) must hold "
                 f"the longest prompt ({limits.max_model_len - 1} tokens)"
             )
+        self._max_len = limits.max_model_len
+        self._lookahead: int = self.options.num_lookahead_tokens
         self._cap: int = self.options.long_prefill_token_threshold or limits.max_batch_tokens
         # vLLM takes the share of all its pages, of which one is never used: ours are those that are.
         self._watermark = int(self.options.watermark * (limits.num_pages + 1))
@@ -52,8 +56,10 @@ class UnifiedScheduler(Scheduler):
             return step.seal(otherwise=Why.PREEMPTION)
         if step.budget <= 0:
             return step.seal(otherwise=Why.TOKEN_BUDGET)
+        padding = self._padding(step)
         for request in step.queue():
-            if not step.start(request, self._check(step, request)):
+            check = self._check(step, request, padding)
+            if not step.start(request, check, lookahead=self._lookahead, padding=padding):
                 break
         return step.seal()
 
@@ -85,10 +91,11 @@ class UnifiedScheduler(Scheduler):
 
     def _serve(self, step: Step, request: Request) -> bool:
         """Grant one request what it owes, preempting until it fits; False ends the round of the running."""
-        owed = min(request.debt, self._cap, step.budget)  # a victim's tokens go to those behind, not into this grant
+        room = self._max_len - 1 - request.computed - request.in_flight
+        owed = min(request.debt, self._cap, step.budget, room)  # a victim's tokens go to those behind, not in here
         if request.state is not State.RUNNING or not owed:
             return True
-        while not step.grant(request, owed):
+        while not step.grant(request, owed, self._lookahead):
             if step.refused is not Why.PAGES:
                 return False
             victim = step.preempt(request)
@@ -96,9 +103,21 @@ class UnifiedScheduler(Scheduler):
                 return False
         return True
 
-    def _check(self, step: Step, request: Request) -> Callable[[Room], int | Why]:
+    def _padding(self, step: Step) -> int:
+        """Drafts that a request owing one token is admitted with, so that all rows of a decode batch look alike."""
+        granted = [request for request in step.running if step.granted(request)]
+        if not granted or any(request.computed < request.prefill_target for request in granted):
+            return 0
+        padding: int = self.options.num_spec_tokens
+        return padding
+
+    def _check(self, step: Step, request: Request, padding: int) -> Callable[[Room], int | Why]:
         def decide(room: Room) -> int | Why:
             tokens = min(room.owed, self._cap)
+            if padding and room.owed == 1:
+                tokens = 1 + padding
+                if tokens > step.budget or room.hit + tokens > self._max_len:
+                    return Why.TOKEN_BUDGET
             if tokens > step.budget and not self.options.enable_chunked_prefill:
                 return Why.TOKEN_BUDGET
             tokens = min(tokens, step.budget)

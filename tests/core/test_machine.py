@@ -13,7 +13,18 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.core import Delta, InvalidRequest, Outcome, Plan, QueueFull, SamplingParams, Scheduler, Step, hookimpl
+from engine.core import (
+    Delta,
+    InvalidRequest,
+    Outcome,
+    Plan,
+    QueueFull,
+    Request,
+    SamplingParams,
+    Scheduler,
+    Step,
+    hookimpl,
+)
 from engine.testing import ShadowExecutor, make_core
 
 PAGES, VOCAB = 24, 50
@@ -70,11 +81,22 @@ class EngineMachine(RuleBasedStateMachine):
     kvcache = "paged"
     page_size = 4
     scheduler = "chaos"
+    drafting = False
+
+    def draft(self, request: Request) -> tuple[int, ...]:
+        """Up to three tokens, each right with some luck."""
+        drafts: list[int] = []
+        for ahead in range(self.rng.randrange(4)):
+            right = ((request.num_tokens + ahead) * 7) % VOCAB
+            drafts.append(right if self.rng.random() < 0.7 else self.rng.randrange(VOCAB))
+        return tuple(drafts)
 
     def __init__(self) -> None:
         super().__init__()
         self.rng = random.Random(0)
         self.executor = ShadowExecutor(lambda request: (request.num_tokens * 7) % VOCAB, vocab_size=VOCAB)
+        if self.drafting:
+            self.executor.drafter = self.draft
         self.core = make_core(
             scheduler=ChaosScheduler(self.rng) if self.scheduler == "chaos" else self.scheduler,
             kvcache=self.kvcache,
@@ -266,16 +288,20 @@ CONFIGURATIONS = [
 ]
 
 
+@pytest.mark.parametrize("drafting", [False, True], ids=["plain", "drafts"])
 @pytest.mark.parametrize(("scheduler", "kvcache", "page_size"), CONFIGURATIONS)
-def test_long_walk(scheduler: str, kvcache: str, page_size: int) -> None:
-    machine = type("Walk", (EngineMachine,), {"scheduler": scheduler, "kvcache": kvcache, "page_size": page_size})
+def test_long_walk(scheduler: str, kvcache: str, page_size: int, drafting: bool) -> None:
+    traits = {"scheduler": scheduler, "kvcache": kvcache, "page_size": page_size, "drafting": drafting}
+    machine = type("Walk", (EngineMachine,), traits)
     for seed in range(4):
         walk(machine(), 1000, seed)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("drafting", [False, True], ids=["plain", "drafts"])
 @pytest.mark.parametrize(("scheduler", "kvcache", "page_size"), CONFIGURATIONS)
-def test_very_long_walk(scheduler: str, kvcache: str, page_size: int) -> None:
-    machine = type("Walk", (EngineMachine,), {"scheduler": scheduler, "kvcache": kvcache, "page_size": page_size})
+def test_very_long_walk(scheduler: str, kvcache: str, page_size: int, drafting: bool) -> None:
+    traits = {"scheduler": scheduler, "kvcache": kvcache, "page_size": page_size, "drafting": drafting}
+    machine = type("Walk", (EngineMachine,), traits)
     for seed in range(100, 110):
         walk(machine(), 5000, seed)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from engine.core.config import Selection
@@ -43,6 +44,7 @@ class ScriptedExecutor(Executor):
         plans: every plan executed, in order.
         fail_next: how many coming steps raise.
         row_errors: request id -> message: its next row fails alone.
+        drafter: a request, as it will be after the step -> drafts of its next tokens; ``None``: no drafts.
         broken_cause: what ``broken`` answers after a failed step.
     """
 
@@ -64,6 +66,7 @@ class ScriptedExecutor(Executor):
         self.plans: list[Plan] = []
         self.fail_next = 0
         self.row_errors: dict[str, str] = {}
+        self.drafter: Callable[[Request], tuple[int, ...]] | None = None
         self.broken_cause: str | None = None
         self.forgotten: list[str] = []
 
@@ -81,9 +84,14 @@ class ScriptedExecutor(Executor):
             raise RuntimeError("a scripted failure")
         self.plans.append(plan)
         rows = list(zip(plan.requests, plan.samples, strict=True))
-        tokens = [(self._next(request),) if samples else () for request, samples in rows]
+        tokens = [self._emit(request, plan.drafts.get(request, ())) if samples else () for request, samples in rows]
+        proposals: dict[int, tuple[int, ...]] = {}
+        if self.drafter is not None:
+            for number, (request, samples) in enumerate(rows):
+                if samples:
+                    proposals[number] = self.drafter(_extended(request, tokens[number]))
         failed = {n: self.row_errors.pop(r.id) for n, (r, _) in enumerate(rows) if r.id in self.row_errors}
-        return Outcome(plan, tokens, failed)
+        return Outcome(plan, tokens, failed, proposals)
 
     def broken(self) -> str | None:
         """``broken_cause``."""
@@ -93,6 +101,15 @@ class ScriptedExecutor(Executor):
         """Noted, so that a test can see that every request is forgotten once."""
         self.forgotten.append(request.id)
 
+    def _emit(self, request: Request, drafts: Sequence[int]) -> tuple[int, ...]:
+        """The next token; and as long as a draft equals it, the one after."""
+        tokens = [self._next(request)]
+        for draft in drafts:
+            if draft != tokens[-1]:
+                break
+            tokens.append(self._next(_extended(request, tokens)))
+        return tuple(tokens)
+
     def _next(self, request: Request) -> int:
         if callable(self.script):
             return self.script(request)
@@ -100,6 +117,11 @@ class ScriptedExecutor(Executor):
             output = self.script[request.id]
             return output[min(request.num_output, len(output) - 1)]
         return request.num_tokens % self.info.vocab_size
+
+
+def _extended(request: Request, tokens: Sequence[int]) -> Request:
+    """The request as it would be with more tokens."""
+    return replace(request, tokens=[*request.tokens, *tokens])
 
 
 class KVMismatch(AssertionError):
@@ -125,11 +147,11 @@ class ShadowExecutor(ScriptedExecutor):
         outcome = super().execute(plan)
         rows = list(zip(plan.requests, plan.starts, plan.counts, plan.tables, strict=True))
         for request, start, count, table in rows:
-            marks = self._marks(request, start + count)
+            marks = self._marks(request, start + count, plan.drafts.get(request, ()))
             for at in range(start, start + count):
                 self._slots[table[at // self._size]][at % self._size] = marks[at]
         for request, start, count, table in rows:
-            marks = self._marks(request, start + count)
+            marks = self._marks(request, start + count, plan.drafts.get(request, ()))
             for at in range(start + count):
                 if self._slots[table[at // self._size]][at % self._size] != marks[at]:
                     self.mismatch = f"step {plan.index}: {request!r} reads foreign or unwritten KV at token {at}"
@@ -145,12 +167,17 @@ class ShadowExecutor(ScriptedExecutor):
         super().forget(request)
         self._prefixes.pop(request.id, None)
 
-    def _marks(self, request: Request, upto: int) -> list[int]:
-        """A mark per position that depends on the namespace and all tokens up to it."""
+    def _marks(self, request: Request, upto: int, drafts: Sequence[int]) -> list[int]:
+        """A mark per position that depends on the namespace and all tokens (and drafts) up to it."""
         marks = self._prefixes.setdefault(request.id, [])
-        for at in range(len(marks), upto):
+        for at in range(len(marks), min(upto, len(request.tokens))):
             marks.append(hash((marks[-1] if marks else request.namespace, request.tokens[at])))
-        return marks
+        if upto <= len(request.tokens):
+            return marks
+        drafted = list(marks)  # drafts may be rejected: their marks are not remembered
+        for draft in drafts[: upto - len(request.tokens)]:
+            drafted.append(hash((drafted[-1], draft)))
+        return drafted
 
 
 def make_core(
