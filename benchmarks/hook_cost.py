@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from types import SimpleNamespace
 
 from engine.core import EngineConfig, EngineCore, Policy, SamplingParams, hookimpl
 from engine.core.assemble import assemble
@@ -74,7 +75,7 @@ def decode(core: EngineCore, steps: int) -> tuple[float, float, float]:
 
 def asks(core: EngineCore) -> tuple[float, float]:
     """µs of one ``order`` ask: through the bus, and through pluggy's own dispatch."""
-    step, waiting, rounds = object(), [], 20_000
+    step, waiting, rounds = SimpleNamespace(view=None), (), 20_000
     bus, hook = core.hooks, core.hooks.manager.hook.order
     start = time.perf_counter()
     for _ in range(rounds):

@@ -74,6 +74,13 @@ def test_toml_in_the_docs_is_accepted(tmp_path):
             assert isinstance(load_config(file=file).config, EngineConfig), name
 
 
+def test_the_benchmark_of_the_docs_runs():
+    command = [sys.executable, "benchmarks/hook_cost.py", "--running", "4", "--rounds", "1"]
+    done = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.count("do-nothing") == 4
+    assert "pluggy dispatch" in done.stdout
+
+
 @pytest.mark.model
 def test_the_embedding_example_of_the_readme_runs():
     (code,) = [block for block in blocks(README, "python") if "LLM" in block]
