@@ -2,7 +2,7 @@
 
     python benchmarks/hook_cost.py [--running 256] [--rounds 15]
 
-Two engines on the ``sim`` executor, equal but for a policy that answers three hooks with nothing.
+Two engines on the ``sim`` executor, equal but for a policy that answers every hook with nothing.
 They take turns, 50 decode steps a round, so that a drift of the machine hits both; printed are medians over rounds and
 the median of the pairwise ratio. Beside them: one ask of the bus and one pluggy dispatch of the same hook.
 """
@@ -14,26 +14,8 @@ import statistics
 import time
 from types import SimpleNamespace
 
-from engine.core import EngineConfig, EngineCore, Policy, SamplingParams, hookimpl
+from engine.core import EngineConfig, EngineCore, SamplingParams
 from engine.core.assemble import assemble
-
-
-class DoNothing(Policy):
-    """Answers three hooks, always with no opinion."""
-
-    name = "do-nothing"
-
-    @hookimpl
-    def order(self, waiting):
-        return None
-
-    @hookimpl
-    def admit(self, request):
-        return None
-
-    @hookimpl
-    def commit(self, outcome):
-        return None
 
 
 def make(scheduler: str, kvcache: str, running: int, policy: bool) -> EngineCore:
@@ -46,7 +28,7 @@ def make(scheduler: str, kvcache: str, running: int, policy: bool) -> EngineCore
         max_batch_tokens=max(2048, 2 * running),
         num_pages=200_000,
         max_waiting=10_000,
-        policies=[f"{__name__}:DoNothing"] if policy else [],
+        policies=["engine.testing:DoNothing"] if policy else [],
     )
     core = assemble(config)
     for number in range(2 * running):

@@ -36,11 +36,11 @@ def assemble(config: EngineConfig, registry: Registry | None = None) -> EngineCo
     policies = [pick("policy", selection) for selection in config.policies]
     connectors = [pick("connector", selection) for selection in config.connectors]
     executor = pick("executor", config.executor)  # late: importing one may take seconds, a misspelt name should not
-    attention = pick("attention", config.attention) if getattr(executor, "uses_attention", False) else None
-    check_capabilities([plugin for _, plugin in chosen])
     assert isinstance(scheduler, Scheduler)
     assert isinstance(kv, KVCache)
     assert isinstance(executor, Executor)
+    attention = pick("attention", config.attention) if executor.uses_attention else None
+    check_capabilities([plugin for _, plugin in chosen])
 
     executor.use(
         model=config.model, attention=attention if isinstance(attention, Attention) else None, seed=config.seed

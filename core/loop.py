@@ -158,7 +158,6 @@ class EngineCore:
         request.pages = []
         request.in_flight = 0
         request.epoch += 1
-        request.table_version += 1
         self.roster.forget(request)
         self.executor.forget(request)
 
@@ -276,7 +275,6 @@ class EngineCore:
         self.roster.start(request)
         request.computed = hit
         request.prefill_target = request.num_tokens
-        request.table_version += 1
         if request.preemptions == 0:
             request.cached_tokens = hit
         self.counters.cached_tokens += hit
@@ -292,7 +290,6 @@ class EngineCore:
         request.drafts = ()
         request.lagging = False
         request.epoch += 1
-        request.table_version += 1
         request.preemptions += 1
         self.scheduler.on_preempt(request)
 

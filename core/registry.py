@@ -7,7 +7,7 @@ is broken and not asked for is a line in ``engine plugins``.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -165,6 +165,11 @@ def build(found: Found, selection: Selection) -> Plugin:
         return found.cls(options)
     except Exception as error:
         raise PluginError(f"{prefix} of {found.distribution}: {type(error).__name__}: {error}") from error
+
+
+def make(role: str, name: str, options: Mapping[str, Any] | None = None) -> Plugin:
+    """An installed plugin by name, with its options. Raises as ``Registry.select`` and ``build`` do."""
+    return build(Registry().select(role, name), Selection(name=name, options=dict(options or {})))
 
 
 def check_capabilities(plugins: Sequence[Plugin]) -> None:

@@ -81,14 +81,13 @@ class Request:
 
     state: State = State.WAITING
     parked_on: set[str] = field(default_factory=set)
-    pages: list[int] = field(default_factory=list)  # page table; replaced, never edited in place, except appends
+    pages: list[int] = field(default_factory=list)  # page table: grows by appending, any other change is a new list
     computed: int = 0
     in_flight: int = 0
     drafts: tuple[int, ...] = ()  # proposed tokens to verify when it is next planned
     lagging: bool = False  # accepted drafts completed pages that are not published yet
     prefill_target: int = 0  # num_tokens at admission: up to here the request prefills
     epoch: int = 0  # grows with each preemption and at the end: late results of older epochs are dropped
-    table_version: int = 0  # grows when ``pages`` changed other than by appending
     cached_tokens: int = 0  # tokens the prefix cache gave at the first admission
     preemptions: int = 0
     finish: Finish | None = None

@@ -121,4 +121,3 @@ class ResultApplier:
         pages = self._kv.publish(request, upto).pages
         if pages is not None:
             request.pages = pages
-            request.table_version += 1

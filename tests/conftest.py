@@ -59,6 +59,12 @@ class Reference:
 
 
 @pytest.fixture(scope="session")
+def reference() -> type[Reference]:
+    """``reference(model)`` drives any model of transformers."""
+    return Reference
+
+
+@pytest.fixture(scope="session")
 def reference_model() -> Reference:
     """The default model as plain transformers, attention and all."""
     import torch

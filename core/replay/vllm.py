@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine.core.config import Selection
 from engine.core.loop import EngineCore
 from engine.core.plan import Outcome, Plan
-from engine.core.protocols import Executor, KVCache, Limits, ModelInfo, Plugin, Policy, Scheduler
-from engine.core.registry import Registry, build
+from engine.core.protocols import Executor, KVCache, Limits, ModelInfo, Policy, Scheduler
+from engine.core.registry import make
 from engine.core.replay.report import Divergence, NotReplayable, Report
 from engine.core.request import Request, SamplingParams
 
@@ -105,23 +104,21 @@ class RecordedModel(Executor):
 def _core(data: Trace, policies: Sequence[Policy]) -> EngineCore:
     config = data["config"]
     executor = RecordedModel(data["requests"], config["max_model_len"])
-    scheduler = _plugin(
-        "scheduler",
-        "unified",
-        policy=config["policy"],
-        enable_chunked_prefill=config["chunked_prefill"],
-        long_prefill_token_threshold=config["long_prefill_token_threshold"],
-        reserve_full_sequence=config["reserve_full_isl"],
-        watermark=config["watermark"],
-        num_spec_tokens=config["num_spec_tokens"],
-        num_lookahead_tokens=config["num_lookahead_tokens"],
-    )
-    kv = _plugin(
-        "kvcache",
-        "paged",
-        enable_prefix_caching=config["enable_prefix_caching"],
-        drop_last_page=config["eagle_drop_last_block"],
-    )
+    decisions = {
+        "policy": config["policy"],
+        "enable_chunked_prefill": config["chunked_prefill"],
+        "long_prefill_token_threshold": config["long_prefill_token_threshold"],
+        "reserve_full_sequence": config["reserve_full_isl"],
+        "watermark": config["watermark"],
+        "num_spec_tokens": config["num_spec_tokens"],
+        "num_lookahead_tokens": config["num_lookahead_tokens"],
+    }
+    caching = {
+        "enable_prefix_caching": config["enable_prefix_caching"],
+        "drop_last_page": config["eagle_drop_last_block"],
+    }
+    scheduler = make("scheduler", "unified", decisions)
+    kv = make("kvcache", "paged", caching)
     assert isinstance(scheduler, Scheduler)
     assert isinstance(kv, KVCache)
     limits = Limits(
@@ -135,10 +132,6 @@ def _core(data: Trace, policies: Sequence[Policy]) -> EngineCore:
     return EngineCore(
         limits=limits, model=executor.load(), scheduler=scheduler, kv=kv, executor=executor, policies=policies
     )
-
-
-def _plugin(role: str, name: str, **options: Any) -> Plugin:
-    return build(Registry().select(role, name), Selection(name=name, options=options))
 
 
 def _step(core: EngineCore, data: Trace, number: int) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.core import Policy, hookimpl
 from engine.core.replay import vllm
 from engine.core.replay.report import NotReplayable
+from engine.testing import DoNothing
 
 ARCHIVE = Path(__file__).parent / "data" / "vllm.tar.xz"
 
@@ -32,28 +32,6 @@ def _load() -> dict[str, dict]:
 
 TRACES = _load()
 DECIDED = [name for name, trace in TRACES.items() if not trace["config"]["async"]]
-
-
-class DoNothing(Policy):
-    """Asked everything, has no opinion."""
-
-    name = "do-nothing"
-
-    @hookimpl
-    def order(self, waiting):
-        return None
-
-    @hookimpl
-    def admit(self, request):
-        return None
-
-    @hookimpl
-    def evict(self, need, pool):
-        return None
-
-    @hookimpl
-    def commit(self, outcome):
-        return None
 
 
 @pytest.mark.parametrize("policies", [(), (DoNothing,)], ids=["alone", "do-nothing"])

@@ -18,14 +18,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from engine.core.config import Selection
+from engine.core.hookspecs import hookimpl
 from engine.core.loop import EngineCore
-from engine.core.plan import Outcome, Plan
+from engine.core.plan import EvictionPool, Outcome, Plan
 from engine.core.protocols import Connector, Executor, KVCache, Limits, ModelInfo, Plugin, Policy, Scheduler
-from engine.core.registry import Registry, build
+from engine.core.registry import make
 from engine.core.request import Request
 
-__all__ = ["KVMismatch", "ScriptedExecutor", "ShadowExecutor", "make_core"]
+__all__ = ["DoNothing", "KVMismatch", "ScriptedExecutor", "ShadowExecutor", "make_core"]
 
 Script = Mapping[str, Sequence[int]] | Callable[[Request], int]
 
@@ -124,6 +124,28 @@ def _extended(request: Request, tokens: Sequence[int]) -> Request:
     return replace(request, tokens=[*request.tokens, *tokens])
 
 
+class DoNothing(Policy):
+    """Is asked everything that a policy can be, and has no opinion: what a plugin costs and must not change."""
+
+    name = "do-nothing"
+
+    @hookimpl
+    def order(self, waiting: Sequence[Request]) -> None:
+        """As it stands."""
+
+    @hookimpl
+    def admit(self, request: Request) -> None:
+        """No objection."""
+
+    @hookimpl
+    def evict(self, need: int, pool: EvictionPool) -> None:
+        """Whatever the next one says."""
+
+    @hookimpl
+    def commit(self, outcome: Outcome) -> None:
+        """No books."""
+
+
 class KVMismatch(AssertionError):
     """A row was about to attend to KV that is not that of its own tokens: a real model would write wrong text."""
 
@@ -145,19 +167,21 @@ class ShadowExecutor(ScriptedExecutor):
     def execute(self, plan: Plan) -> Outcome:
         """Write, then read and compare. Raises what ``ScriptedExecutor`` does, before anything is written."""
         outcome = super().execute(plan)
-        rows = list(zip(plan.requests, plan.starts, plan.counts, plan.tables, strict=True))
-        for request, start, count, table in rows:
-            marks = self._marks(request, start + count, plan.drafts.get(request, ()))
+        marks = [
+            self._marks(request, start + count, plan.drafts.get(request, ()))
+            for request, start, count in zip(plan.requests, plan.starts, plan.counts, strict=True)
+        ]
+        rows = list(zip(plan.requests, plan.starts, plan.counts, plan.tables, marks, strict=True))
+        for _, start, count, table, wanted in rows:
             for at in range(start, start + count):
-                self._slots[table[at // self._size]][at % self._size] = marks[at]
-        for request, start, count, table in rows:
-            marks = self._marks(request, start + count, plan.drafts.get(request, ()))
+                self._slots[table[at // self._size]][at % self._size] = wanted[at]
+        for request, start, count, table, wanted in rows:
             for at in range(start + count):
-                if self._slots[table[at // self._size]][at % self._size] != marks[at]:
+                if self._slots[table[at // self._size]][at % self._size] != wanted[at]:
                     self.mismatch = f"step {plan.index}: {request!r} reads foreign or unwritten KV at token {at}"
                     raise KVMismatch(self.mismatch)
         for row in outcome.errors:  # a row that failed has written garbage; whoever reads it later must be caught
-            _, start, count, table = rows[row]
+            _, start, count, table, _ = rows[row]
             for at in range(start, start + count):
                 self._slots[table[at // self._size]][at % self._size] = None
         return outcome
@@ -213,7 +237,7 @@ def make_core(
     executor.allocate(num_pages, page_size)
     chosen_scheduler = _plugin("scheduler", scheduler, scheduler_options)
     chosen_kv = _plugin("kvcache", kvcache, kvcache_options)
-    chosen_policies = [_plugin("policy", policy, None) for policy in policies]
+    chosen_policies = [_plugin("policy", policy) for policy in policies]
     assert isinstance(chosen_scheduler, Scheduler)
     assert isinstance(chosen_kv, KVCache)
     return EngineCore(
@@ -229,7 +253,5 @@ def make_core(
     )
 
 
-def _plugin(role: str, chosen: str | Plugin, options: Mapping[str, Any] | None) -> Plugin:
-    if isinstance(chosen, Plugin):
-        return chosen
-    return build(Registry().select(role, chosen), Selection(name=chosen, options=dict(options or {})))
+def _plugin(role: str, chosen: str | Plugin, options: Mapping[str, Any] | None = None) -> Plugin:
+    return make(role, chosen, options) if isinstance(chosen, str) else chosen

@@ -149,5 +149,19 @@ def save_tiny(path: Path, kind: str, seed: int, changes: dict[str, Any]) -> None
 
 
 @pytest.fixture
+def generate(reference: Any) -> Callable[[Path, Sequence[list[int]], int], list[list[int]]]:
+    """Greedy tokens by transformers' own ``generate`` of a saved model, one prompt at a time."""
+
+    def run(path: Path, prompts: Sequence[list[int]], count: int) -> list[list[int]]:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        model = reference(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
+        return [model.greedy(prompt, count) for prompt in prompts]
+
+    return run
+
+
+@pytest.fixture
 def driver() -> type[Driver]:
     return Driver

@@ -5,13 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 import transformers.modeling_gguf_pytorch_utils as transformers_gguf
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.core.errors import ConfigError, ExecutionError, ModelError
-from engine.core.models import gguf_llama
-from engine.core.models.gguf_file import GGUFFile
 from engine.core.models.source import resolve
 from engine.core.models.tokenizer import load_tokenizer
 from engine.plugins.attention.torch import TorchAttention
@@ -35,28 +31,9 @@ def prompts(smollm: TorchExecutor) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def expected(prompts: list[list[int]]) -> list[list[int]]:
+def expected(reference_model: Any, prompts: list[list[int]]) -> list[list[int]]:
     """What transformers' own generate gives, on weights read from the same file."""
-    with GGUFFile(resolve("default").path) as file:
-        config = LlamaConfig(**gguf_llama.hf_config(file))
-        with torch.device("meta"):
-            model = LlamaForCausalLM(config)
-        model.load_state_dict({n: torch.from_numpy(w) for n, w in gguf_llama.weights(file)}, strict=False, assign=True)
-    model.tie_weights()
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)
-    outputs = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        made = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=OUTPUT,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=2,
-        )
-        outputs.append(made[0, len(prompt) :].tolist())
-    return outputs
+    return [reference_model.greedy(prompt, OUTPUT) for prompt in prompts]
 
 
 def test_one_at_a_time(smollm: TorchExecutor, driver: Any, prompts: list[list[int]], expected: list[list[int]]) -> None:

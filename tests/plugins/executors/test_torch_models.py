@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, T5Config
+from transformers import T5Config
 
 from engine.core.errors import ModelError
 from engine.core.models.source import resolve
@@ -26,25 +26,10 @@ HEADS = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 PROMPTS = ([5, 9, 250, 17], [1], list(range(20, 53)))
 
 
-def generate(path: Path, prompts: tuple[list[int], ...], count: int) -> list[list[int]]:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    outputs = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        made = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=count,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=2,
-        )
-        outputs.append(made[0, len(prompt) :].tolist())
-    return outputs
-
-
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma", "gpt2", "gpt_neox"])
-def test_families_generate_what_transformers_generates(kind: str, tiny: Tiny, make_executor: Any, driver: Any) -> None:
+def test_families_generate_what_transformers_generates(
+    kind: str, tiny: Tiny, make_executor: Any, driver: Any, generate: Any
+) -> None:
     path = tiny(kind)
     run = driver(make_executor(path), 64, 4)
     assert run.finish([run.request(prompt) for prompt in PROMPTS], 12, chunk=7) == generate(path, PROMPTS, 12)
@@ -53,14 +38,16 @@ def test_families_generate_what_transformers_generates(kind: str, tiny: Tiny, ma
 @pytest.mark.parametrize("changes", [{"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}])
 @pytest.mark.parametrize("packed", [True, False])
 def test_tied_embeddings_and_biases(
-    changes: dict[str, bool], packed: bool, tiny: Tiny, make_executor: Any, driver: Any
+    changes: dict[str, bool], packed: bool, tiny: Tiny, make_executor: Any, driver: Any, generate: Any
 ) -> None:
     path = tiny("llama", **changes)
     run = driver(make_executor(path, packed=packed), 64, 4)
     assert run.finish([run.request(prompt) for prompt in PROMPTS], 12) == generate(path, PROMPTS, 12)
 
 
-def test_a_directory_made_by_hand_serves_text(tiny: Tiny, tmp_path: Path, make_executor: Any, driver: Any) -> None:
+def test_a_directory_made_by_hand_serves_text(
+    tiny: Tiny, tmp_path: Path, make_executor: Any, driver: Any, generate: Any
+) -> None:
     source = tiny("llama")
     for file in source.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -99,7 +86,7 @@ def test_half_precision_runs(dtype: str, tiny: Tiny, make_executor: Any, driver:
     assert [len(output) for output in outputs] == [6, 6, 6]
 
 
-def test_two_engines_in_one_process_do_not_mix(tiny: Tiny, make_executor: Any, driver: Any) -> None:
+def test_two_engines_in_one_process_do_not_mix(tiny: Tiny, make_executor: Any, driver: Any, generate: Any) -> None:
     paths = [tiny("llama"), tiny("llama", seed=1)]
     alone = [generate(path, PROMPTS, 12) for path in paths]
     assert alone[0] != alone[1]
@@ -111,7 +98,7 @@ def test_two_engines_in_one_process_do_not_mix(tiny: Tiny, make_executor: Any, d
     assert [[request.output for request in live] for live in requests] == alone
 
 
-def test_two_engines_in_two_threads_do_not_mix(tiny: Tiny, make_executor: Any, driver: Any) -> None:
+def test_two_engines_in_two_threads_do_not_mix(tiny: Tiny, make_executor: Any, driver: Any, generate: Any) -> None:
     paths = [tiny("llama"), tiny("llama", seed=1)]
     alone = [generate(path, PROMPTS, 12) for path in paths]
     runs = [driver(make_executor(path), 64, 4) for path in paths]
