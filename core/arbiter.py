@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from engine.core.hooks import HookBus
@@ -33,8 +33,10 @@ class Arbiter:
         """A new step begins. Mutates."""
         self._memo.clear()
 
-    def order(self, step: Step) -> Sequence[Request]:
+    def order(self, step: Step) -> Iterable[Request]:
         """The queue's window after the ``order`` hook; the queue keeps the order."""
+        if not self._hooks.orders:
+            return self._roster.waiting.walk(ORDER_WINDOW)
         window = self._roster.waiting.window(ORDER_WINDOW)
         if not window:
             return window

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ from engine.core.errors import ConfigError
 from engine.core.loop import EngineCore
 from engine.core.protocols import Attention, Connector, Executor, KVCache, Limits, ModelInfo, Plugin, Policy, Scheduler
 from engine.core.registry import Found, Registry, build, check_capabilities
+
+log = logging.getLogger(__name__)
 
 DEFAULT_PAGES_WITHOUT_KV = 4096
 
@@ -48,6 +51,9 @@ def assemble(config: EngineConfig, registry: Registry | None = None) -> EngineCo
     model = executor.load()
     limits = size_limits(config, model, executor)
     executor.allocate(limits.num_pages, limits.page_size)
+    overlap = config.overlap and executor.overlaps
+    if overlap != config.overlap:
+        log.warning("executor %s cannot overlap: steps are planned and computed in turns", executor.name)
     return EngineCore(
         limits=limits,
         model=model,
@@ -56,8 +62,9 @@ def assemble(config: EngineConfig, registry: Registry | None = None) -> EngineCo
         executor=executor,
         policies=[policy for policy in policies if isinstance(policy, Policy)],
         connectors=[connector for connector in connectors if isinstance(connector, Connector)],
+        overlap=overlap,
         audit_every_step=config.audit,
-        description=_describe(chosen, model, limits),
+        description={**_describe(chosen, model, limits), "loop": "overlap" if overlap else "sync"},
     )
 
 

@@ -45,15 +45,18 @@ def _requests(core: EngineCore) -> None:
 def _tables(core: EngineCore) -> None:
     size = core.limits.page_size
     for request in core.running:
-        reach = request.computed + request.in_flight
-        if reach > len(request.pages) * size:
+        if max(request.planned, request.quiet) > len(request.pages) * size:
             _fail(f"{request!r} has tokens without a page")
         if request.computed > request.num_tokens or request.in_flight < 0:
             _fail(f"{request!r} computed more than it knows")
+        if request.pending < 0:
+            _fail(f"{request!r} yielded more tokens than were planned")
+        if request.quiet > request.planned and (request.drafts or request.lagging):
+            _fail(f"{request!r} has drafts to plan or pages to publish, and is passed over")
         if len(set(request.pages)) != len(request.pages):
             _fail(f"{request!r} has a page twice")
     for request in core.waiting:
-        if request.pages or request.computed or request.in_flight:
+        if request.pages or request.planned or request.pending or request.quiet:
             _fail(f"{request!r} waits and holds pages")
 
 

@@ -70,6 +70,7 @@ class EngineConfig(BaseModel):
     max_batch_tokens: int = Field(2048, ge=1, description="most tokens computed in one step")
     max_running: int = Field(64, ge=1, description="most requests that hold KV pages at once")
     max_waiting: int = Field(2048, ge=1, description="most requests in the queue; more are refused")
+    overlap: bool = Field(False, description="plan the next step while one is computed, if the executor can")
     seed: int = Field(0, description="seed of all drawn seeds")
     heartbeat_timeout: float = Field(5.0, gt=0, description="seconds without a sign of life: the engine is dead")
     step_timeout: float = Field(120.0, gt=0, description="seconds without a finished step: the engine is stuck")

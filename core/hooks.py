@@ -124,6 +124,11 @@ class HookBus:
                 impl.fault(f"plan answered {type(plan).__name__}, not the plan that step.seal() gives")
         raise InvariantViolation("no plugin answered 'plan'")
 
+    @property
+    def orders(self) -> bool:
+        """Whether anybody answers ``order``."""
+        return any(not impl.disabled for impl in self._order)
+
     def ask_order(self, step: Any, waiting: tuple[Request, ...]) -> list[Request] | None:
         """The first valid order, or ``None`` where nobody has a wish."""
         for impl in self._order:

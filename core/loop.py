@@ -9,9 +9,11 @@ from typing import Any
 
 from engine.core import audit
 from engine.core.arbiter import Arbiter
-from engine.core.errors import EngineError, ExecutionError, InvariantViolation
+from engine.core.errors import ExecutionError, InvariantViolation
+from engine.core.flight import Flight
 from engine.core.hooks import HookBus
 from engine.core.pages import PagePool
+from engine.core.pipeline import Pipeline
 from engine.core.plan import Delta, Outcome, Plan, Transfer, Why
 from engine.core.protocols import Connector, Context, Executor, KVCache, Limits, ModelInfo, Policy, Scheduler
 from engine.core.queue import WaitingQueue
@@ -30,7 +32,10 @@ IDLE_PLANS_BEFORE_FAILING = 2
 
 
 class EngineCore:
-    """Owns every request and drives the plugins. Use ``assemble`` to build one from a configuration."""
+    """Owns every request and drives the plugins. Use ``assemble`` to build one from a configuration.
+
+    In ``overlap`` mode each step is planned before the outcome of the one before is known, while it is being computed.
+    """
 
     def __init__(
         self,
@@ -42,6 +47,7 @@ class EngineCore:
         executor: Executor,
         policies: Sequence[Policy] = (),
         connectors: Sequence[Connector] = (),
+        overlap: bool = False,
         audit_every_step: bool = False,
         clock: Callable[[], float] = time.monotonic,
         description: Mapping[str, Any] | None = None,
@@ -58,14 +64,15 @@ class EngineCore:
         self._plugins = [executor, kv, scheduler, *connectors, *policies]
         self._audit = audit_every_step
         self._description = dict(description or {})
-        self._in_flight: tuple[Plan, Step] | None = None
+        self.flight = Flight(overlap=overlap)
+        self._pipeline = Pipeline(executor, background=overlap and executor.overlaps)
         self._last: Plan | None = None
         self._idle_plans = 0
         self._broken: str | None = None
         self._outbox: list[Delta] = []
         self.arbiter = Arbiter(self.roster, kv, self.pool, self.hooks)
         self._transfers = TransferBook(self.pool)
-        self._results = ResultApplier(limits, kv, self.counters)
+        self._results = ResultApplier(limits, kv, self.counters, overlap=overlap)
         context = Context(limits=limits, pool=self.pool, model=model)
         for plugin in self._plugins:
             plugin.start(context)
@@ -156,7 +163,8 @@ class EngineCore:
         """Return all that a finished request holds. Content that was computed may stay cached."""
         self.kv.release(request, keep=min(request.computed, request.num_tokens))
         request.pages = []
-        request.in_flight = 0
+        request.planned = request.computed
+        request.pending = request.quiet = 0
         request.epoch += 1
         self.roster.forget(request)
         self.executor.forget(request)
@@ -166,10 +174,12 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether ``step`` has something to do. Parked requests alone are no work."""
-        return bool(self.running or len(self.waiting) or self._outbox or self._transfers)
+        return bool(self.running or len(self.waiting) or self._outbox or self._transfers or len(self.flight))
 
     def step(self) -> list[Delta]:
         """Plan, execute, commit; returns what is new for each request. A failing executor fails its plan's requests.
+
+        In overlap mode what is committed is the plan of the step before.
 
         Raises:
             InvariantViolation: a role plugin broke a rule; the engine must not go on.
@@ -178,18 +188,32 @@ class EngineCore:
         if self._broken is not None:
             raise ExecutionError(f"the executor cannot go on: {self._broken}")
         self._move()
+        before = self.flight.oldest
         plan = self.plan()
         if plan:
-            try:
-                outcome = self.executor.execute(plan)
-            except Exception as error:
-                log.exception("step %d failed", plan.index)
-                self.fail_step(plan, f"{type(error).__name__}: {error}")
-                self._broken = self.executor.broken()
-                return self.take_deltas()
+            self._pipeline.launch(plan)
+        if before is not None:
+            self._complete(before)
+        if self.flight.oldest is plan and not (plan and self.flight.overlap):
+            self._complete(plan)
+        return self.take_deltas()
+
+    def _complete(self, plan: Plan) -> None:
+        """Wait for a plan's outcome and commit it, or tell its requests that it failed."""
+        try:
+            outcome = self._pipeline.collect() if plan else Outcome(plan, ())
+        except Exception as error:
+            log.exception("step %d failed", plan.index)
+            self._pipeline.abandon()
+            self.fail_step(plan, f"{type(error).__name__}: {error}")
+            self._broken = self.executor.broken()
         else:
-            outcome = Outcome(plan, ())
-        self.commit(outcome)
+            self.commit(outcome)
+
+    def drain(self) -> list[Delta]:
+        """Complete the steps in flight and plan no other (overlap mode; else there is none). Returns what is new."""
+        while (plan := self.flight.oldest) is not None:
+            self._complete(plan)
         return self.take_deltas()
 
     def take_deltas(self) -> list[Delta]:
@@ -198,16 +222,15 @@ class EngineCore:
         return deltas
 
     def plan(self) -> Plan:
-        """Ask for the next plan. It must be committed or failed before the next one."""
-        if self._in_flight is not None:
-            raise EngineError("the last plan was neither committed nor failed")
+        """Ask for the next plan. It must be committed or failed before the next one (overlap: the one after it)."""
+        self.flight.check_room()
         self.arbiter.forget_step()
         self.counters.steps += 1
         step = Step(self, self.counters.steps, override=self._idle_plans > IDLE_PLANS_BEFORE_OVERRIDE)
         plan = self.hooks.ask_plan(step)
         if plan is not step.plan:
             raise InvariantViolation("the plan is not the one that step.seal() gave")
-        self._in_flight = (plan, step)
+        self.flight.depart(plan, step)
         self._last = plan
         self.counters.preemptions += len(plan.preempted)
         self.counters.evicted_pages += plan.evicted_pages
@@ -224,16 +247,16 @@ class EngineCore:
             InvariantViolation: the outcome is not that of the plan in flight.
         """
         plan = outcome.plan
-        if self._in_flight is None or self._in_flight[0] is not plan or len(outcome.tokens) != len(plan.requests):
+        if len(outcome.tokens) != len(plan.requests):
             raise InvariantViolation("a plan commits only with its own outcome, row by row")
-        step = self._in_flight[1]
-        self._in_flight = None
+        step, alone = self.flight.land(plan)
         if outcome.errors:
             self._isolate(outcome, step)
         self._results.apply(outcome, self._outbox)
-        self._watch_progress(len(outcome.dropped) < len(plan.requests))
+        if alone or plan:
+            self._watch_progress(outcome)
         if outcome.finished:
-            self.roster.sweep()
+            self.roster.sweep(outcome.finished)
         self.hooks.tell_commit(outcome)
         for request in outcome.finished:
             self._let_go(request)
@@ -242,29 +265,44 @@ class EngineCore:
 
     def _isolate(self, outcome: Outcome, step: Step) -> None:
         """Rows failed alone: nothing that they were to compute may be matched, and whoever shared it starts again."""
-        plan = outcome.plan
-        failed = [plan.requests[row] for row in outcome.errors]  # also those aborted meanwhile: their pages may be idle
-        dependents = step.dependents(failed)
-        for request in [*failed, *dependents]:
-            self.kv.unpublish(step.journal.pop(request, []))
-        epochs = dict(zip(plan.requests, plan.epochs, strict=True))
-        for request in dependents:
-            if request not in failed and request.epoch == epochs.get(request):
-                self.counters.preemptions += 1
-                self.give_up(request, front=True)
+        failed = [outcome.plan.requests[row] for row in outcome.errors]  # also those aborted: their pages may be idle
+        spoilt = list(failed)
+        steps = [step, *self.flight.steps()]
+        for each in steps:
+            spoilt += [request for request in each.dependents(spoilt) if request not in spoilt]
+        for each in steps:
+            for request in spoilt:
+                self.kv.unpublish(each.journal.pop(request, []))
+        for request in spoilt:
+            if request not in failed:
+                self._start_again(request)
+
+    def _start_again(self, request: Request) -> None:
+        """What steps in flight compute of the request is worth nothing: not even their tokens are applied."""
+        if request.state is State.RUNNING:
+            self.counters.preemptions += 1
+            self.give_up(request, front=True)
+        request.epoch += 1
 
     def fail_step(self, plan: Plan, why: str) -> None:
-        """The plan in flight was not computed: un-publish what it published, end its requests with an error."""
-        if self._in_flight is None or self._in_flight[0] is not plan:
-            raise InvariantViolation("only the plan in flight can fail")
-        step = self._in_flight[1]
-        self._in_flight = None
+        """The oldest plan in flight was not computed, and none after it will be.
+
+        Un-publishes what they published, ends the failed plan's requests with an error; requests that only a later plan
+        computes start again.
+        """
+        step, _ = self.flight.land(plan)
+        later = self.flight.abandon()
         self.counters.failed_steps += 1
-        for keys in step.journal.values():
-            self.kv.unpublish(keys)
+        for each in [step, *[planned.step for planned in later]]:
+            for keys in each.journal.values():
+                self.kv.unpublish(keys)
         for request, epoch in zip(plan.requests, plan.epochs, strict=True):
             if request.epoch == epoch:
                 self.fail(request, f"the step failed: {why}")
+        for planned in later:
+            for request, epoch in reversed(list(zip(planned.plan.requests, planned.plan.epochs, strict=True))):
+                if request.epoch == epoch:
+                    self._start_again(request)
         if self._audit:
             self.check()
 
@@ -273,7 +311,7 @@ class EngineCore:
     def enter(self, request: Request, hit: int) -> None:
         """The request starts: it holds pages and ``hit`` tokens of it need no computing."""
         self.roster.start(request)
-        request.computed = hit
+        request.computed = request.planned = hit
         request.prefill_target = request.num_tokens
         if request.preemptions == 0:
             request.cached_tokens = hit
@@ -285,8 +323,8 @@ class EngineCore:
         self.kv.release(request, keep=0)
         self.roster.requeue(request, front=front)
         request.pages = []
-        request.computed = 0
-        request.in_flight = 0
+        request.computed = request.planned = 0
+        request.pending = request.quiet = 0
         request.drafts = ()
         request.lagging = False
         request.epoch += 1
@@ -345,6 +383,7 @@ class EngineCore:
 
     def close(self) -> None:
         """End what is left, then close every plugin. Idempotent."""
+        self._pipeline.close()
         for request_id in list(self.requests):
             self.abort(request_id)
         plugins, self._plugins = self._plugins, []
@@ -353,8 +392,10 @@ class EngineCore:
 
     # ---- inside
 
-    def _watch_progress(self, moved: bool) -> None:
+    def _watch_progress(self, outcome: Outcome) -> None:
         """Count steps that moved nothing although there was work; after a few, end one request rather than hang."""
+        requests, dropped = outcome.plan.requests, outcome.dropped
+        moved = len(dropped) < len(requests) or any(requests[row].finished for row in dropped)
         if moved or not (self.running or len(self.waiting)):
             self._idle_plans = 0
             return

@@ -124,7 +124,8 @@ class Plan:
     otherwise: Why = Why.NOT_ASKED  # the reason of waiting requests that ``waits`` does not name
     mode: str = "mixed"  # the scheduler's word for the batch: extend, decode, mixed, idle
     common_prefix_pages: int = 0
-    drafts: Mapping[Request, tuple[int, ...]] = field(default_factory=dict)  # verified by its row; -1: never matches
+    drafts: Mapping[Request, tuple[int, ...]] = field(default_factory=dict)  # verified by its row; -1: see NO_DRAFT
+    awaits: tuple[int, ...] = ()  # overlap: row of the plan before whose tokens this row continues, or -1; else empty
 
     @property
     def total_tokens(self) -> int:
@@ -151,6 +152,9 @@ class Outcome:
     finished: tuple[Request, ...] = ()  # ended by this step, in plan order
     dropped: tuple[int, ...] = ()  # rows whose request was preempted or ended meanwhile: late, ignored
 
+
+NO_DRAFT = -1
+"""Stands where a draft is planned but unknown. Executors that draft put in what they proposed; else it never matches."""
 
 TransferKind = Literal["probe", "pull", "push", "cancel"]
 

@@ -251,10 +251,14 @@ class Publication(NamedTuple):
 class Executor(Plugin, ABC):
     """Runs plans on a model. Plans are executed in order; row i's page table is ``plan.tables[i]``.
 
-    Class attribute ``uses_attention`` says whether an attention backend must be selected for it.
+    Class attributes:
+        uses_attention: an attention backend must be selected for it.
+        overlaps: ``execute`` may be called in a thread of its own, with plans that were made before the outcome of the
+            one before was known (``Plan.awaits``). Without it the engine plans and executes in turns.
     """
 
     uses_attention: ClassVar[bool] = False
+    overlaps: ClassVar[bool] = False
 
     def use(self, *, model: str, attention: Attention | None, seed: int) -> None:
         """What the configuration chose: told once, before ``load``. Default: ignored."""

@@ -9,6 +9,8 @@ from typing import Any
 
 from engine.core.request import Request
 
+WALK_AHEAD = 16
+
 
 class WaitingQueue:
     """Requests that hold no page and wait to start. The core's; schedulers see it through ``step.queue()``."""
@@ -44,6 +46,17 @@ class WaitingQueue:
     def window(self, size: int) -> tuple[Request, ...]:
         """The first ``size`` requests as they stand now."""
         return tuple(self._items[:size])
+
+    def walk(self, size: int) -> Iterator[Request]:
+        """The first ``size`` requests as they stood when the walk began, or nearly: the first few cost no copy of all.
+
+        Requests may leave the queue meanwhile; they may still be yielded.
+        """
+        first = self._items[:WALK_AHEAD]
+        yield from first
+        if len(first) == WALK_AHEAD:
+            seen = set(first)
+            yield from [request for request in self._items[:size] if request not in seen]
 
     def reorder(self, window: int, ordered: Sequence[Request]) -> None:
         """Put ``ordered`` first; requests of the window that it leaves out keep their order behind it. Mutates."""

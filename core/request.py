@@ -62,8 +62,9 @@ class Request:
     """One sequence to generate. Plugins read it; only the core writes it (except the two scratch slots).
 
     Token counts: ``num_tokens`` are known (prompt and committed output); ``computed`` of them have KV in ``pages``;
-    ``in_flight`` more are planned and not yet committed. What is left to compute is the *token debt*: a prompt that
-    was just admitted owes its uncached suffix, a decoding request owes one (Source: vLLM V1's unified scheduler).
+    up to ``planned`` the steps in flight compute. In overlap mode those steps will also yield ``pending`` tokens that
+    nobody knows yet. What is left to compute is the *token debt*: a prompt that was just admitted owes its uncached
+    suffix, a decoding request owes one (Source: vLLM V1's unified scheduler and its output placeholders).
     """
 
     id: str
@@ -71,6 +72,7 @@ class Request:
     num_prompt: int
     params: SamplingParams
     max_total: int  # num_tokens never exceeds this
+    capped: bool = False  # it could be longer, but the KV pool does not hold more
     stop_ids: frozenset[int] = frozenset()  # end-of-sequence included unless ignored
     namespace: bytes = b""  # digest of all that makes equal tokens unequal KV (model, dtype, adapter, salt)
     priority: int = 0  # smaller is more urgent
@@ -83,7 +85,9 @@ class Request:
     parked_on: set[str] = field(default_factory=set)
     pages: list[int] = field(default_factory=list)  # page table: grows by appending, any other change is a new list
     computed: int = 0
-    in_flight: int = 0
+    planned: int = 0  # never below ``computed``; equal to it when no step is in flight
+    pending: int = 0  # overlap mode: tokens that steps in flight will yield, drafts counted as accepted; 0 otherwise
+    quiet: int = 0  # planning the decode of positions below this one concerns nobody else: the core's short cut
     drafts: tuple[int, ...] = ()  # proposed tokens to verify when it is next planned
     lagging: bool = False  # accepted drafts completed pages that are not published yet
     prefill_target: int = 0  # num_tokens at admission: up to here the request prefills
@@ -117,9 +121,20 @@ class Request:
         return self.tokens[self.num_prompt :]
 
     @property
+    def in_flight(self) -> int:
+        """Tokens that are planned and not yet committed."""
+        return self.planned - self.computed
+
+    @property
     def debt(self) -> int:
-        """Tokens still to plan: known tokens without KV that no step in flight computes, and drafts to verify."""
-        return len(self.tokens) + len(self.drafts) - self.computed - self.in_flight
+        """Tokens still to plan: those without KV that no step in flight computes, and drafts to verify.
+
+        None where what is in flight certainly brings the request to its longest.
+        """
+        pending = self.pending
+        if pending and self.planned + 2 - pending >= self.max_total:
+            return 0
+        return len(self.tokens) + pending + len(self.drafts) - self.planned
 
     @property
     def max_new(self) -> int:

@@ -13,6 +13,7 @@ from engine.core.stats import Counters
 def finish(request: Request, reason: Finish, detail: str | None, counters: Counters) -> None:
     """Mark a request as ended. What it holds is returned by the core, after everybody was told. Mutates."""
     request.state = State.FINISHED
+    request.quiet = 0
     request.finish = reason
     request.detail = detail
     counters.ended(reason)
@@ -25,68 +26,104 @@ def delta(request: Request, tokens: Sequence[int]) -> Delta:
     return Delta(request.id, tuple(tokens), request.finish, request.detail, request.cached_tokens, num_prompt, output)
 
 
-class ResultApplier:
-    """Applies outcomes row by row. Rows whose request was preempted or ended meanwhile are dropped by epoch."""
+_new = tuple.__new__  # a NamedTuple made without the cost of its keyword constructor
 
-    def __init__(self, limits: Limits, kv: KVCache, counters: Counters) -> None:
+
+class ResultApplier:
+    """Applies outcomes row by row. Rows whose request was preempted or ended meanwhile are told by their epoch.
+
+    Args:
+        overlap: plans are made before the outcome of the one before is known; ``Request.pending`` is kept.
+    """
+
+    def __init__(self, limits: Limits, kv: KVCache, counters: Counters, *, overlap: bool = False) -> None:
         self._kv = kv
         self._counters = counters
         self._vocab = limits.vocab_size
-        self._pool_tokens = limits.pool_tokens
         self._page_size = limits.page_size
-        self._publishes = kv.publish_when != "planned"
+        self._overlap = overlap
+        self._publishes = overlap or kv.publish_when != "planned"
 
     def apply(self, outcome: Outcome, outbox: list[Delta]) -> None:
         """Advance the plan's requests, append tokens, mark ends; news go into ``outbox``. Mutates.
 
         Fills ``outcome.finished`` and ``outcome.dropped``.
         """
-        plan, errors = outcome.plan, outcome.errors
-        drafts, proposals = plan.drafts, outcome.proposals
-        vocab, pool_tokens, publishes = self._vocab, self._pool_tokens, self._publishes
+        plan = outcome.plan
+        errors, drafts, proposals = outcome.errors, plan.drafts, outcome.proposals
+        vocab, size, overlap = self._vocab, self._page_size, self._overlap
+        publishes, early = self._publishes, self._kv.publish_when == "planned"
         finished: list[Request] = []
         dropped: list[int] = []
         computed = output = 0
         rows = zip(plan.requests, plan.epochs, plan.counts, outcome.tokens, strict=True)
         for row, (request, epoch, count, tokens) in enumerate(rows):
             if request.epoch != epoch:
-                dropped.append(row)
-                continue
-            request.in_flight -= count
-            if errors and row in errors:  # what it computed is worth nothing: no progress, nothing is published
+                if not self._late(request, epoch, tokens):
+                    dropped.append(row)
+                    continue
+            elif errors and row in errors:  # what it computed is worth nothing: no progress, nothing is published
+                request.planned -= count
                 finish(request, Finish.ERROR, errors[row], self._counters)
                 finished.append(request)
                 outbox.append(delta(request, ()))
                 continue
-            if drafts and request in drafts:
-                count -= len(drafts[request]) - (len(tokens) - 1)  # rejected drafts have no KV that counts
-                request.lagging = True
-            computed += count
-            request.computed += count
-            if publishes:
-                self._publish(request, count)
-            if not tokens:
-                continue
+            else:
+                if overlap and tokens:
+                    request.pending -= 1
+                if drafts and request in drafts:
+                    count -= self._reject(request, len(drafts[request]), len(tokens))
+                computed += count
+                request.computed += count
+                if not tokens:
+                    if publishes and request.computed % size < count:
+                        self._publish(request, count)
+                    continue
             if len(tokens) == 1 and 0 <= (token := tokens[0]) < vocab and token not in request.stop_ids:
                 # The steady state: one token that can only end the request by its length.
                 known = request.tokens
                 known.append(token)
                 output += 1
-                if len(known) >= request.max_total or len(known) > pool_tokens:
+                if len(known) >= request.max_total:
                     self._end_by_length(request)
             else:
                 tokens = self._append(request, tokens)
                 output += len(tokens)
+            if publishes and (request.planned - request.pending if early else request.computed) % size < count:
+                self._publish(request, count)
             if request.finish is not None:
                 finished.append(request)
-            elif proposals:
-                request.drafts = proposals.get(row, ())
-            outbox.append(delta(request, tokens))
+                outbox.append(delta(request, tokens))
+                continue
+            if proposals and not overlap and (proposed := proposals.get(row)):
+                request.drafts = proposed
+                request.quiet = 0
+            first = request.num_prompt
+            news = (request.id, tuple(tokens), None, None, request.cached_tokens, first, len(request.tokens) - first)
+            outbox.append(_new(Delta, news))
         self._counters.computed_tokens += computed
         self._counters.output_tokens += output
         self._counters.late_results += len(dropped)
         outcome.finished = tuple(finished)
         outcome.dropped = tuple(dropped)
+
+    @staticmethod
+    def _late(request: Request, epoch: int, tokens: Sequence[int]) -> bool:
+        """Whether the tokens of a row whose request gave up its pages since still count: it waits, they are its next.
+
+        The step was planned before the one that preempted the request, so it computed them from good KV.
+        """
+        return bool(tokens) and request.state is State.WAITING and request.epoch == epoch + 1
+
+    def _reject(self, request: Request, drafts: int, tokens: int) -> int:
+        """Take back the progress of drafts that were not accepted: their KV does not count. Returns how many."""
+        rejected = drafts + 1 - tokens
+        request.planned -= rejected
+        if self._overlap:
+            request.pending -= drafts
+        request.lagging = not self._publishes
+        request.quiet = 0
+        return rejected
 
     def _append(self, request: Request, tokens: Sequence[int]) -> Sequence[int]:
         """Append sampled tokens until one ends the request; returns those that count."""
@@ -99,7 +136,7 @@ class ResultApplier:
             known.append(token)
             if token in request.stop_ids and request.num_output >= request.params.min_tokens:
                 finish(request, Finish.STOP, str(token), self._counters)
-            elif len(known) >= request.max_total or len(known) > self._pool_tokens:
+            elif len(known) >= request.max_total:
                 self._end_by_length(request)
             else:
                 continue
@@ -107,17 +144,20 @@ class ResultApplier:
         return tokens
 
     def _end_by_length(self, request: Request) -> None:
-        """The request may not grow: its own limit, or the whole pool does not hold its next token's KV."""
-        detail = None if request.num_tokens >= request.max_total else "kv_capacity"
-        finish(request, Finish.LENGTH, detail, self._counters)
+        """The request may not grow: its own limit, the model's, or the pool does not hold its next token's KV."""
+        finish(request, Finish.LENGTH, "kv_capacity" if request.capped else None, self._counters)
 
     def _publish(self, request: Request, count: int) -> None:
-        """Publish committed tokens, where a page was completed (and, for ``prefilled`` caches, by a prefill)."""
-        upto = request.computed
-        if upto // self._page_size == (upto - count) // self._page_size:
-            return
-        if self._kv.publish_when == "prefilled" and upto > request.prefill_target:
+        """Publish committed tokens, where a page was completed (and, for ``prefilled`` caches, by a prefill).
+
+        What a request that ends has beyond that is kept, or not, when it lets go of its pages.
+        """
+        when, upto = self._kv.publish_when, request.computed
+        if when == "planned":  # overlap mode: pages whose last token was not known when it was planned
+            upto = request.planned - request.pending
+        elif request.state is not State.RUNNING or (when == "prefilled" and upto > request.prefill_target):
             return
         pages = self._kv.publish(request, upto).pages
         if pages is not None:
             request.pages = pages
+            request.quiet = 0

@@ -48,12 +48,14 @@ class Roster:
         if len(self.waiting) + len(self.parked) >= self._limits.max_waiting:
             raise QueueFull(f"{self._limits.max_waiting} requests are waiting, the most that may")
         self._arrivals += 1
+        longest = self._limits.pool_tokens + 1  # the last token's KV is never needed
         request = Request(
             id=self._unused_id() if request_id is None else request_id,
             tokens=list(tokens),
             num_prompt=len(tokens),
             params=params,
-            max_total=max_total,
+            max_total=min(max_total, longest),
+            capped=max_total > longest,
             stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._model.eos_ids),
             namespace=namespace_digest(self._model.fingerprint, adapter, salt),
             priority=priority,
@@ -98,12 +100,17 @@ class Roster:
         """Take a request from wherever it stands; it stays live until ``forget``. Mutates."""
         if request.state is State.RUNNING:
             self.running.remove(request)
-        self.waiting.remove((request,))
-        self.parked.pop(request.id, None)
+        elif request.state is State.PARKED:
+            del self.parked[request.id]
+        else:
+            self.waiting.remove((request,))
 
-    def sweep(self) -> None:
-        """Drop those that ended from the running. Mutates."""
+    def sweep(self, ended: Sequence[Request]) -> None:
+        """Take those that a commit ended from where they stand. Mutates."""
+        running = len(self.running)
         self.running = [request for request in self.running if request.state is State.RUNNING]
+        if running - len(self.running) < len(ended):  # one ended by a late result, while it waited
+            self.waiting.remove(set(ended))
 
     def forget(self, request: Request) -> None:
         """The request is no longer live. Mutates."""

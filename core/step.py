@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from engine.core.errors import InvariantViolation
-from engine.core.plan import KVNumbers, Plan, Reject, Room, Wait, Why
+from engine.core.plan import NO_DRAFT, KVNumbers, Plan, Reject, Room, Wait, Why
 from engine.core.request import Request, State
 from engine.core.view import StepView
 
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 
 Decide = Callable[[Room], "int | Why"]
 """A scheduler's check of a candidate: how many tokens to grant it, or why none."""
-
-
-NO_DRAFT = -1  # stands where a draft is planned but not known: it never matches
 
 
 class Step:
@@ -37,19 +34,25 @@ class Step:
     """
 
     __slots__ = (
-        "_adopters",
         "_asked",
         "_core",
+        "_counts",
         "_drafts",
-        "_fresh",
+        "_early",
         "_kv",
+        "_overlap",
+        "_partial",
+        "_places",
         "_rows",
+        "_samples",
         "_size",
         "_starts",
         "_waits",
         "admitted",
+        "adopters",
         "budget",
         "evicted",
+        "fresh",
         "index",
         "journal",
         "override",
@@ -62,6 +65,8 @@ class Step:
     def __init__(self, core: EngineCore, index: int, *, override: bool = False) -> None:
         self._core = core
         self._kv = core.kv
+        self._early = core.kv.publish_when == "planned"
+        self._overlap = core.flight.overlap
         self._size = core.limits.page_size
         self.index = index
         self.budget = core.limits.max_batch_tokens
@@ -71,11 +76,15 @@ class Step:
         self.preempted: list[Request] = []
         self.evicted = 0
         self.journal: dict[Request, list[object]] = {}  # keys that this step published before they are computed
-        self._rows: dict[Request, int] = {}
-        self._starts: dict[Request, int] = {}
+        self._rows: list[Request] = []  # rows of the plan: who, from where, how many tokens
+        self._starts: list[int] = []
+        self._counts: list[int] = []
+        self._samples: list[bool] = []
+        self._places: dict[Request, int] = {}  # request -> its row, for the first rows; filled up when asked
+        self._partial: set[Request] = set()  # granted in this step, and owing more
         self._drafts: dict[Request, tuple[int, ...]] = {}
-        self._fresh: dict[int, Request] = {}  # page published in this step -> who computes it
-        self._adopters: dict[Request, list[Request]] = {}  # publisher -> who adopted its fresh pages
+        self.fresh: dict[int, Request] = {}  # page published before it is computed -> who computes it
+        self.adopters: dict[Request, list[Request]] = {}  # publisher -> who started on its fresh pages
         self._waits: dict[str, tuple[Why, str]] = {}
         self._asked = False
         self.plan: Plan | None = None
@@ -110,7 +119,8 @@ class Step:
 
     def granted(self, request: Request) -> int:
         """Tokens that the request was granted in this step."""
-        return self._rows.get(request, 0)
+        row = self._row_of(request)
+        return 0 if row is None else self._counts[row]
 
     def cached(self, request: Request) -> int:
         """Length of the request's cached prefix in tokens, looked up once a step. Pins nothing."""
@@ -150,7 +160,7 @@ class Step:
             return self._refuse(request, Why.TOKEN_BUDGET if self.budget <= 0 else Why.NOTHING_OWED)
         if request.state is not State.RUNNING or self.plan is not None:
             return self._refuse(request, Why.NOTHING_OWED)
-        upto = request.computed + request.in_flight + count
+        upto = request.planned + count
         short = self._kv.short(request, self._reach(upto, lookahead))
         if short > 0 and not self._take(request, short):
             return self._refuse(request, Why.PAGES)
@@ -163,27 +173,23 @@ class Step:
         Returns the index of the first that was not: one that owes more, does not run, or was refused. The fast way
         through the steady state: a request that stays inside its last page costs no call.
         """
-        size, rows, starts, running = self._size, self._rows, self._starts, State.RUNNING
-        budget = self.budget
-        for index in range(first, len(requests)):
+        if self._partial or self.plan is not None:
+            return first
+        row, start_at = self._rows.append, self._starts.append
+        end = min(len(requests), first + self.budget)
+        for index in range(first, end):
             request = requests[index]
-            start = request.computed + request.in_flight
-            if len(request.tokens) - start != 1 or request.drafts or request.state is not running:
-                self.budget = budget
-                return index
-            # A token that neither opens a page nor completes one concerns nobody but the request itself.
-            if 0 < start % size < size - 1 and budget > 0 and request not in rows and not request.lagging:
-                rows[request] = 1
-                starts[request] = start
-                request.in_flight += 1
-                budget -= 1
-                continue
-            self.budget = budget
-            if not self.grant(request, 1):
-                return index
-            budget = self.budget
-        self.budget = budget
-        return len(requests)
+            start = request.planned
+            if len(request.tokens) + request.pending - start != 1 or (
+                start >= request.quiet and not self._cross(request, start)
+            ):
+                end = index
+                break
+            row(request)
+            start_at(start)
+            request.planned = start + 1
+        self._settle()
+        return end
 
     def start(self, request: Request, tokens: int | Decide, *, lookahead: int = 0, padding: int = 0) -> int:
         """Admit a waiting request: look its prefix up, check, pin, take pages. One transaction; all or nothing.
@@ -221,8 +227,7 @@ class Step:
             self._kv.release(request, keep=0)
             request.pages = []
             return self._refuse(request, Why.PAGES)
-        for publisher in {self._fresh[page] for page in adopted if page in self._fresh}:
-            self._adopters.setdefault(publisher, []).append(request)
+        self._note_adopter(request, adopted)
         core.enter(request, match.tokens)
         request.drafts = (NO_DRAFT,) * max(0, count - room.owed)
         self.admitted.append(request)
@@ -257,51 +262,55 @@ class Step:
 
     def may_preempt(self, request: Request) -> bool:
         """True where the request runs and nobody depends on what it computes in this step."""
-        return request.state is State.RUNNING and request not in self._adopters and self.plan is None
+        return request.state is State.RUNNING and request not in self.adopters and self.plan is None
 
     def dependents(self, requests: Sequence[Request]) -> list[Request]:
         """Requests that adopted, directly or through others, pages that these were to compute in this step."""
         found: list[Request] = []
         pending = list(requests)
         while pending:
-            for adopter in self._adopters.get(pending.pop(), ()):
+            for adopter in self.adopters.get(pending.pop(), ()):
                 if adopter not in found:
                     found.append(adopter)
                     pending.append(adopter)
         return found
 
-    def seal(self, mode: str = "mixed", *, otherwise: Why | None = None, common_prefix_pages: int = 0) -> Plan:
+    def seal(
+        self, mode: str = "mixed", *, otherwise: Why | None = None, common_prefix_pages: int = 0, drafting: int = 0
+    ) -> Plan:
         """Close the step: the immutable plan, with a reason for every request that waits. Call it once, last.
 
         Args:
             mode: the scheduler's word for the batch.
             otherwise: the reason of waiting requests that were not looked at.
             common_prefix_pages: pages that all rows share at their front.
+            drafting: drafts that the executor will propose for each row that samples. They matter in overlap mode,
+                where the next step is planned before they are known; else they come with the outcome.
 
         Raises:
             InvariantViolation: the step is sealed already.
         """
         if self.plan is not None:
             raise InvariantViolation("a step is sealed once")
-        requests = tuple(self._rows)
-        counts = tuple(self._rows.values())
-        starts = tuple(self._starts[request] for request in requests)
+        rows, samples = self._rows, self._samples
+        awaits = self._core.flight.expect(rows, samples, self._drafts, drafting) if self._overlap else ()
         self.plan = Plan(
             index=self.index,
-            requests=requests,
-            epochs=tuple([request.epoch for request in requests]),
-            starts=starts,
-            counts=counts,
-            samples=tuple([s + c >= len(r.tokens) for r, s, c in zip(requests, starts, counts, strict=True)]),
-            tables=tuple([request.pages for request in requests]),
+            requests=tuple(rows),
+            epochs=tuple([request.epoch for request in rows]),
+            starts=tuple(self._starts),
+            counts=tuple(self._counts),
+            samples=tuple(samples),
+            tables=tuple([request.pages for request in rows]),
             admitted=tuple(self.admitted),
             preempted=tuple(self.preempted),
             evicted_pages=self.evicted,
             waits=self._waits,
             otherwise=otherwise or (Why.BEHIND if self._asked else Why.NOT_ASKED),
-            mode=mode if requests else "idle",
+            mode=mode if rows else "idle",
             common_prefix_pages=common_prefix_pages,
             drafts=self._drafts,
+            awaits=awaits,
         )
         return self.plan
 
@@ -313,26 +322,88 @@ class Step:
             self._waits[request.id] = (why, "")
         return 0
 
+    def _note_adopter(self, request: Request, pages: Sequence[int]) -> None:
+        """The request starts on pages, some of which are only being computed, in this step or in one before."""
+        for publisher in {self.fresh[page] for page in pages if page in self.fresh}:
+            self.adopters.setdefault(publisher, []).append(request)
+        for step in self._core.flight.steps():
+            for publisher in {step.fresh[page] for page in pages if page in step.fresh}:
+                step.adopters.setdefault(publisher, []).append(request)
+
+    def _row_of(self, request: Request) -> int | None:
+        """The request's row so far."""
+        places = self._places
+        for row in range(len(places), len(self._rows)):
+            places[self._rows[row]] = row
+        return places.get(request)
+
+    def _settle(self) -> None:
+        """Count the rows that ``grant_decodes`` made since: they compute one token each, and sample."""
+        new = len(self._rows) - len(self._counts)
+        self._counts += [1] * new
+        self._samples += [True] * new
+        self.budget -= new
+
+    def _cross(self, request: Request, start: int) -> bool:
+        """Prepare a decode at the edge of a page: take one, or publish one; False where it cannot be granted so."""
+        if request.state is not State.RUNNING or request.drafts or (request.pending and not request.debt):
+            return False
+        self._settle()
+        if start >= len(request.pages) * self._size and not self._take(request, 1):
+            self._refuse(request, Why.PAGES)
+            return False
+        if self._early:
+            self._publish(request, start - request.pending, min(start + 1, len(request.tokens)))
+        self._calm(request, start + 1)
+        return True
+
     def _record(self, request: Request, count: int, upto: int) -> None:
-        self._starts.setdefault(request, request.computed + request.in_flight)
-        self._rows[request] = self._rows.get(request, 0) + count
-        request.in_flight += count
+        """Add to the plan, to the request's progress, and to what may be matched."""
+        if request in self._partial:
+            row = self._row_of(request)
+            assert row is not None
+            self._counts[row] += count
+        else:
+            row = len(self._rows)
+            self._rows.append(request)
+            self._starts.append(request.planned)
+            self._counts.append(count)
+            self._samples.append(False)
+        request.planned = upto
         self.budget -= count
-        known = len(request.tokens)
+        known = len(request.tokens) + request.pending
+        self._samples[row] = upto >= known
         if request.drafts:
             if upto > known:
                 self._drafts[request] = request.drafts[: upto - known]
             request.drafts = ()
-        if self._kv.publish_when != "planned":
+        if upto < known:
+            self._partial.add(request)
+        else:
+            self._partial.discard(request)
+        if self._early:
+            self._publish(request, upto - count - request.pending, min(upto, len(request.tokens)))
+        self._calm(request, upto)
+
+    def _calm(self, request: Request, upto: int) -> None:
+        """Mark the positions from ``upto`` on whose decode needs no page and, planned, publishes none."""
+        size = self._size
+        end = len(request.pages) * size
+        if self._early and not self._overlap:  # the last token of a page completes it
+            end = min(end, upto + (size - 1 - upto % size))
+        request.quiet = min(end, request.max_total - 1)
+
+    def _publish(self, request: Request, before: int, upto: int) -> None:
+        """Publish the pages that known tokens fill from ``before`` to ``upto``. Drafts may be rejected: never they."""
+        size = self._size
+        if upto // size <= before // size and not request.lagging:
             return
-        known = min(upto, known)  # drafts may be rejected: they are never published
-        if known // self._size > (upto - count) // self._size or request.lagging:
-            request.lagging = False
-            publication = self._kv.publish(request, known)
-            if publication.keys:
-                self.journal.setdefault(request, []).extend(publication.keys)
-                for page in request.pages[(upto - count) // self._size : known // self._size]:
-                    self._fresh[page] = request
+        request.lagging = False
+        publication = self._kv.publish(request, upto)
+        if publication.keys:
+            self.journal.setdefault(request, []).extend(publication.keys)
+            for page in request.pages[before // size : upto // size]:
+                self.fresh[page] = request
 
     def _reach(self, upto: int, lookahead: int) -> int:
         """Tokens to have pages for: no sequence grows beyond the model's length."""
@@ -345,12 +416,15 @@ class Step:
         return True
 
     def _revoke(self, request: Request) -> None:
-        count = self._rows.pop(request, 0)
-        if not count:
+        row = self._row_of(request)
+        if row is None:
             return
-        del self._starts[request]
+        count = self._counts.pop(row)
+        del self._rows[row], self._starts[row], self._samples[row]
+        self._places.clear()
+        self._partial.discard(request)
         self._drafts.pop(request, None)
-        request.in_flight -= count
+        request.planned -= count
         self.budget += count
-        self._fresh = {page: owner for page, owner in self._fresh.items() if owner is not request}
+        self.fresh = {page: owner for page, owner in self.fresh.items() if owner is not request}
         self._kv.unpublish(self.journal.pop(request, []))

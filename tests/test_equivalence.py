@@ -53,8 +53,11 @@ def oracle(reference_model, prompts) -> list[list[int]]:
     return [reference_model.greedy(prompt, NEW_TOKENS) for prompt in prompts]
 
 
+@pytest.mark.parametrize("loop", ["sync", "overlap"])
 @pytest.mark.parametrize(("scheduler", "kvcache"), list(itertools.product(("unified", "radix"), ("paged", "radix"))))
-def test_every_combination_writes_the_models_own_text(scheduler, kvcache, prompts, oracle, reference_model, capsys):
+def test_every_combination_writes_the_models_own_text(
+    scheduler, kvcache, loop, prompts, oracle, reference_model, capsys
+):
     # The radix scheduler reserves enough to avoid retractions; told to be bold, it must recover from them.
     options = {"schedule_conservativeness": 0.02} if scheduler == "radix" else {}
     config = EngineConfig(
@@ -65,12 +68,13 @@ def test_every_combination_writes_the_models_own_text(scheduler, kvcache, prompt
         max_running=24,
         max_batch_tokens=256,
         max_model_len=1000,
+        overlap=loop == "overlap",
     )
     core = assemble(config)
     params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
     try:
         ties = []
-        for turn in ("cold", "warm"):
+        for turn in ("cold", "warm") if loop == "sync" else ("cold",):
             requests = [core.add(prompt, params, request_id=f"{turn}{number}") for number, prompt in enumerate(prompts)]
             before = core.stats()
             while core.has_work:

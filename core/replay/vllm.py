@@ -6,6 +6,7 @@ are compared too: ours count from 0, the recorded ones from 1.
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from engine.core.loop import EngineCore
 from engine.core.plan import Outcome, Plan
 from engine.core.protocols import Executor, KVCache, Limits, ModelInfo, Policy, Scheduler
 from engine.core.registry import make
-from engine.core.replay.report import Divergence, NotReplayable, Report
+from engine.core.replay.report import Divergence, Report
 from engine.core.request import Request, SamplingParams
 
 Trace = Mapping[str, Any]
@@ -24,6 +25,7 @@ DEFAULTS: Mapping[str, Any] = {
     "resumed": [],
     "cached_tokens": {},
     "spec": {},
+    "emitted": {},
     "preempted": [],
     "finished": [],
     "new_blocks": {},
@@ -46,16 +48,12 @@ def replay(data: Trace, policies: Sequence[Policy] = ()) -> Report:
     Args:
         policies: run with these plugins beside the scheduler.
 
-    Raises:
-        NotReplayable: asynchronous scheduling, which ``unified`` does not decide yet.
     """
-    config = data["config"]
-    if config["async"]:
-        raise NotReplayable("asynchronous scheduling is not decided yet")
-    core = _core(data, policies)
+    replayer = Replayer(data, policies)
+    core = replayer.core
     try:
         for record in data["trace"]:
-            decided = _step(core, data, record["step"])
+            decided = replayer.step(record["step"])
             recorded = {name: record.get(name, default) for name, default in DEFAULTS.items()}
             if decided != recorded:
                 return Report(data["name"], record["step"], Divergence(record["step"], recorded, decided))
@@ -69,8 +67,11 @@ class RecordedModel(Executor):
 
     name = "recorded"
 
-    def __init__(self, requests: Sequence[Trace], max_model_len: int) -> None:
+    def __init__(self, requests: Sequence[Trace], max_model_len: int, *, overlap: bool) -> None:
         super().__init__()
+        self.verified: dict[str, tuple[int, ...]] = {}  # drafts that the last plan verified
+        self._emitted: Counter[str] = Counter()  # tokens so far, those of steps in flight included
+        self._overlap = overlap
         self._outputs = {r["id"]: r["output"] for r in requests}
         self._drafts = {r["id"]: r.get("drafts") for r in requests}
         self._length = max_model_len
@@ -86,24 +87,36 @@ class RecordedModel(Executor):
         """The k-th token of each request that samples, after the drafts that equal what comes anyway."""
         tokens: list[tuple[int, ...]] = []
         proposals: dict[int, tuple[int, ...]] = {}
+        self.verified = {}
         for row, (request, samples) in enumerate(zip(plan.requests, plan.samples, strict=True)):
-            tokens.append(self._emit(request, plan.drafts.get(request, ())) if samples else ())
-            drafts = self._drafts[request.id]
-            if samples and drafts:
-                known = request.num_output + len(tokens[-1])
-                proposals[row] = tuple(drafts[known]) if known < len(drafts) else ()
+            planned = plan.drafts.get(request, ())
+            if planned:
+                self.verified[request.id] = self._drafted(request, planned, known=request not in plan.admitted)
+            tokens.append(self._emit(request, self.verified.get(request.id, ())) if samples else ())
+            if samples and self._drafts[request.id]:
+                proposals[row] = self._propose(request)
         return Outcome(plan, tokens, proposals=proposals)
 
+    def _drafted(self, request: Request, planned: Sequence[int], *, known: bool) -> tuple[int, ...]:
+        """The drafts of a row: as planned; or, planned unknown, those proposed when the row before was computed."""
+        if not (self._overlap and known):
+            return tuple(planned)
+        return (*self._propose(request), *planned)[: len(planned)]
+
+    def _propose(self, request: Request) -> tuple[int, ...]:
+        drafts, at = self._drafts[request.id], self._emitted[request.id]
+        return tuple(drafts[at]) if drafts and at < len(drafts) else ()
+
     def _emit(self, request: Request, drafts: Sequence[int]) -> tuple[int, ...]:
-        at = request.num_output
+        at = self._emitted[request.id]
         output = [*self._outputs[request.id][at : at + len(drafts) + 1], *[0] * (len(drafts) + 1)]
         accepted = next((n for n, draft in enumerate(drafts) if draft != output[n]), len(drafts))
+        self._emitted[request.id] += accepted + 1
         return tuple(output[: accepted + 1])
 
 
-def _core(data: Trace, policies: Sequence[Policy]) -> EngineCore:
+def _core(data: Trace, executor: RecordedModel, policies: Sequence[Policy]) -> EngineCore:
     config = data["config"]
-    executor = RecordedModel(data["requests"], config["max_model_len"])
     decisions = {
         "policy": config["policy"],
         "enable_chunked_prefill": config["chunked_prefill"],
@@ -130,48 +143,75 @@ def _core(data: Trace, policies: Sequence[Policy]) -> EngineCore:
         vocab_size=ANY_TOKEN,
     )
     return EngineCore(
-        limits=limits, model=executor.load(), scheduler=scheduler, kv=kv, executor=executor, policies=policies
+        limits=limits,
+        model=executor.load(),
+        scheduler=scheduler,
+        kv=kv,
+        executor=executor,
+        policies=policies,
+        overlap=config["async"],
     )
 
 
-def _step(core: EngineCore, data: Trace, number: int) -> dict[str, Any]:
-    requests = data["requests"]
-    for request in requests:
-        if request["arrival_step"] == number:
-            _add(core, request)
-    for request in requests:
-        if request.get("abort_step") == number and request.get("abort_phase") != "mid":
-            core.abort(request["id"])
-    removed: list[str] = []
-    for action in data.get("actions", ()):
-        if action["step"] == number:
-            removed += reset_prefix_cache(core, running_too=action["reset_running"])
-    resumable = {request.id for request in core.requests.values() if request.preemptions}
-    held = {request.id: len(request.pages) for request in core.running}
-    plan = core.plan()
-    tables = {request.id: list(table) for request, table in zip(plan.requests, plan.tables, strict=True)}
-    for request in requests:
-        if request.get("abort_step") == number and request.get("abort_phase") == "mid":
-            core.abort(request["id"])
-    outcome = core.executor.execute(plan)
-    core.commit(outcome)
-    core.take_deltas()
-    admitted = [request.id for request in plan.admitted]
-    starts = {request.id: start for request, start in zip(plan.requests, plan.starts, strict=True)}
-    fresh = {name: [page + 1 for page in t[0 if name in admitted else held[name] :]] for name, t in tables.items()}
-    return {
-        "scheduled": [[request.id, count] for request, count in zip(plan.requests, plan.counts, strict=True)],
-        "new": [name for name in admitted if name not in resumable],
-        "resumed": [name for name in admitted if name in resumable],
-        "cached_tokens": {name: starts[name] for name in admitted},
-        "spec": {request.id: list(drafts) for request, drafts in plan.drafts.items()},
-        "preempted": removed + [request.id for request in plan.preempted],
-        "finished": [request.id for request in outcome.finished],
-        "new_blocks": {name: pages for name, pages in fresh.items() if pages},
-        "free_blocks": core.kv.numbers().available,
-        "running": [request.id for request in core.running],
-        "waiting": [request.id for request in core.waiting],
-    }
+class Replayer:
+    """Decides a recorded workload anew, one step at a time.
+
+    Args:
+        data: the trace.
+        policies: plugins that run beside the scheduler.
+    """
+
+    def __init__(self, data: Trace, policies: Sequence[Policy] = ()) -> None:
+        config = data["config"]
+        self._data = data
+        self._overlap: bool = config["async"]
+        self._model = RecordedModel(data["requests"], config["max_model_len"], overlap=self._overlap)
+        self._flying: deque[Outcome] = deque()  # computed and not committed
+        self.core = _core(data, self._model, policies)
+
+    def step(self, number: int) -> dict[str, Any]:
+        """One step as recorded: arrivals, aborts, actions, the plan, its outcome (overlap: that of the step before)."""
+        core = self.core
+        for request in self._data["requests"]:
+            if request["arrival_step"] == number:
+                _add(core, request)
+        self._abort(number, "before")
+        removed: list[str] = []
+        for action in self._data.get("actions", ()):
+            if action["step"] == number:
+                removed += reset_prefix_cache(core, running_too=action["reset_running"])
+        resumable = {request.id for request in core.requests.values() if request.preemptions}
+        held = {request.id: len(request.pages) for request in core.running}
+        plan = core.plan()
+        tables = {request.id: list(table) for request, table in zip(plan.requests, plan.tables, strict=True)}
+        self._abort(number, "mid")
+        self._flying.append(core.executor.execute(plan))
+        outcome = self._flying.popleft() if len(self._flying) > self._overlap else None
+        if outcome is not None:
+            core.commit(outcome)
+        admitted = [request.id for request in plan.admitted]
+        starts = {request.id: start for request, start in zip(plan.requests, plan.starts, strict=True)}
+        fresh = {name: [page + 1 for page in t[0 if name in admitted else held[name] :]] for name, t in tables.items()}
+        emitted = {news.request_id: len(news.tokens) for news in core.take_deltas() if news.tokens}
+        return {
+            "scheduled": [[request.id, count] for request, count in zip(plan.requests, plan.counts, strict=True)],
+            "new": [name for name in admitted if name not in resumable],
+            "resumed": [name for name in admitted if name in resumable],
+            "cached_tokens": {name: starts[name] for name in admitted},
+            "spec": {name: list(drafts) for name, drafts in self._model.verified.items()},
+            "emitted": emitted if self._overlap or self._data["config"]["num_spec_tokens"] else {},
+            "preempted": removed + [request.id for request in plan.preempted],
+            "finished": [] if outcome is None else [request.id for request in outcome.finished],
+            "new_blocks": {name: pages for name, pages in fresh.items() if pages},
+            "free_blocks": core.kv.numbers().available,
+            "running": [request.id for request in core.running],
+            "waiting": [request.id for request in core.waiting],
+        }
+
+    def _abort(self, number: int, phase: str) -> None:
+        for request in self._data["requests"]:
+            if request.get("abort_step") == number and (request.get("abort_phase") == "mid") == (phase == "mid"):
+                self.core.abort(request["id"])
 
 
 def _add(core: EngineCore, request: Trace) -> None:

@@ -13,6 +13,7 @@ import torch as t
 from torch import Tensor
 
 from engine.core.batch import Batch
+from engine.core.continuation import Continuations
 from engine.core.errors import ExecutionError
 from engine.core.models.source import resolve
 from engine.core.plan import Outcome, Plan
@@ -40,6 +41,7 @@ class Runner:
         self._model: LoadedModel | None = None
         self._layers: PagedLayers | None = None
         self._page_size = 0
+        self._continuations = Continuations()
 
     def load(self) -> ModelInfo:
         """Read the model and prepack its weights. Raises ``ModelError``."""
@@ -89,18 +91,19 @@ class Runner:
             return Outcome(plan, ())
         rows = [row for row, wanted in enumerate(plan.samples) if wanted]
         ends = list(itertools.accumulate(plan.counts))
+        starts, ids, positions = self._inputs(plan)
+        batch = Batch(starts=starts, counts=plan.counts, pages=plan.tables, page_size=self._page_size)
         with t.inference_mode(), active(self._layers):
-            ids, positions = self._inputs(plan)
-            self._attention.plan_batch(self._batch(plan))
+            self._attention.plan_batch(batch)
             logits = self._model.run(ids, positions, t.tensor([ends[row] - 1 for row in rows], dtype=t.long))
-            draws = [draw_for(plan.requests[row], plan.starts[row] + plan.counts[row], self._seed) for row in rows]
+            draws = [draw_for(plan.requests[row], starts[row] + plan.counts[row], self._seed) for row in rows]
             chosen, bad = sample(logits, draws) if rows else ([], [])
         failed = {rows[index]: "the model's logits are not numbers (NaN)" for index in bad}
         tokens: list[tuple[int, ...]] = [()] * len(plan.requests)
         for row, token in zip(rows, chosen, strict=True):
             if row not in failed:
                 tokens[row] = (token,)
-        return Outcome(plan, tuple(tokens), failed)
+        return self._continuations.keep(Outcome(plan, tuple(tokens), failed))
 
     def close(self) -> None:
         """Free weights and KV memory. Idempotent."""
@@ -117,15 +120,15 @@ class Runner:
         dtype: t.dtype = getattr(t, self.options.dtype)
         return dtype
 
-    def _batch(self, plan: Plan) -> Batch:
-        return Batch(starts=plan.starts, counts=plan.counts, pages=plan.tables, page_size=self._page_size)
-
-    def _inputs(self, plan: Plan) -> tuple[Tensor, Tensor]:
+    def _inputs(self, plan: Plan) -> tuple[list[int], Tensor, Tensor]:
+        """Where each row starts; all rows' tokens and their positions, row after row, ``[sum(counts)]``."""
+        starts: list[int] = []
         ids: list[int] = []
         positions: list[int] = []
-        for request, start, count in zip(plan.requests, plan.starts, plan.counts, strict=True):
-            ids += request.tokens[start : start + count]
-            positions += range(start, start + count)
+        for row, count in zip(self._continuations.rows(plan), plan.counts, strict=True):
+            starts.append(row.start)
+            ids += row.tokens
+            positions += range(row.start, row.start + count)
         if len(ids) != len(positions):
             raise ExecutionError("the plan computes tokens that are not known yet")
-        return t.tensor(ids, dtype=t.long), t.tensor(positions, dtype=t.long)
+        return starts, t.tensor(ids, dtype=t.long), t.tensor(positions, dtype=t.long)

@@ -7,10 +7,12 @@ Used to try schedulers and servers without a model, and to measure the engine's 
 from __future__ import annotations
 
 import time
+from typing import Any
 from zlib import crc32
 
 from pydantic import Field
 
+from engine.core.continuation import Continuations
 from engine.core.plan import Outcome, Plan
 from engine.core.protocols import Executor, ModelInfo, PluginOptions
 from engine.core.request import Request
@@ -20,6 +22,7 @@ class SimExecutor(Executor):
     """Emits pseudo-random tokens: each depends on the prompt, the seed and the position, never on the batch."""
 
     name = "sim"
+    overlaps = True
 
     class Options(PluginOptions):
         vocab_size: int = Field(49152, ge=2, description="token ids are below this")
@@ -28,6 +31,10 @@ class SimExecutor(Executor):
         step_ms: float = Field(0.0, ge=0, description="time a step takes, whatever it computes")
         us_per_token: float = Field(0.0, ge=0, description="time each computed token adds")
         pages: int = Field(4096, ge=1, description="pages in the pool when num_pages is not given")
+
+    def __init__(self, options: Any = None) -> None:
+        super().__init__(options)
+        self._continuations = Continuations()
 
     def load(self) -> ModelInfo:
         """No files; returns at once."""
@@ -57,15 +64,15 @@ class SimExecutor(Executor):
         if seconds > 0:
             time.sleep(seconds)
         sample, vocab = self._sample, options.vocab_size
+        rows = zip(plan.requests, plan.samples, self._continuations.rows(plan), strict=True)
         tokens = [
-            (sample(request, vocab),) if samples else ()
-            for request, samples in zip(plan.requests, plan.samples, strict=True)
+            (sample(request, row.tokens[-1], row.start + len(row.tokens), vocab),) if samples else ()
+            for request, samples, row in rows
         ]
-        return Outcome(plan, tokens)
+        return self._continuations.keep(Outcome(plan, tokens))
 
     @staticmethod
-    def _sample(request: Request, vocab: int) -> int:
+    def _sample(request: Request, last: int, length: int, vocab: int) -> int:
         """A hash of the last token, the first, the position and the seed."""
-        tokens = request.tokens
-        data = b"%d,%d,%d,%d" % (tokens[0], tokens[-1], len(tokens), request.params.seed or 0)
+        data = b"%d,%d,%d,%d" % (request.tokens[0], last, length, request.params.seed or 0)
         return crc32(data) % vocab

@@ -36,6 +36,7 @@ class TorchExecutor(Executor):
     name = "torch"
     provides = frozenset({"model-runner"})
     uses_attention = True
+    overlaps = True
     Options = TorchOptions
 
     def __init__(self, options: Any = None) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from pydantic import Field
 
@@ -67,7 +68,8 @@ class PagedCache(KVCache):
             return Match(0, (), 0)
         pages: list[int] = []
         idle = 0
-        for digest in self._digests(request, (request.num_tokens - 1) // self._page_size):
+        longest = (request.num_tokens - 1) // self._page_size
+        for digest in islice(self._digests(request, longest), longest):
             copies = self._pages_of.get(digest)
             if copies is None:
                 break
@@ -199,13 +201,13 @@ class PagedCache(KVCache):
         return request.kv_state
 
     def _digests(self, request: Request, count: int) -> list[bytes]:
-        """The digests of the request's first ``count`` pages; computed once, as tokens become known."""
+        """The digests of the request's first ``count`` pages, or more; computed once, as tokens become known."""
         digests = self._chain(request).digests
         size, tokens = self._page_size, request.tokens
         for number in range(len(digests), count):
             parent = digests[-1] if digests else request.namespace
             digests.append(page_digest(parent, tokens[number * size : (number + 1) * size]))
-        return digests[:count]
+        return digests
 
     def _forget(self, page: int) -> None:
         digest = self._key_of.pop(page)

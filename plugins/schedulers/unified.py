@@ -44,6 +44,7 @@ class UnifiedScheduler(Scheduler):
             )
         self._max_len = limits.max_model_len
         self._lookahead: int = self.options.num_lookahead_tokens
+        self._drafts: int = self.options.num_spec_tokens
         self._cap: int = self.options.long_prefill_token_threshold or limits.max_batch_tokens
         # vLLM takes the share of all its pages, of which one is never used: ours are those that are.
         self._watermark = int(self.options.watermark * (limits.num_pages + 1))
@@ -53,15 +54,17 @@ class UnifiedScheduler(Scheduler):
         """Pay the running, then admit."""
         self._serve_running(step)
         if step.preempted:
-            return step.seal(otherwise=Why.PREEMPTION)
+            return step.seal(otherwise=Why.PREEMPTION, drafting=self._drafts)
         if step.budget <= 0:
-            return step.seal(otherwise=Why.TOKEN_BUDGET)
+            return step.seal(otherwise=Why.TOKEN_BUDGET, drafting=self._drafts)
+        if step.slots <= 0:
+            return step.seal(otherwise=Why.RUN_SLOTS, drafting=self._drafts)
         padding = self._padding(step)
         for request in step.queue():
             check = self._check(step, request, padding)
             if not step.start(request, check, lookahead=self._lookahead, padding=padding):
                 break
-        return step.seal()
+        return step.seal(drafting=self._drafts)
 
     def queue_key(self) -> Callable[[Request], Any] | None:
         """By priority, then arrival; or as it stands."""
@@ -91,7 +94,7 @@ class UnifiedScheduler(Scheduler):
 
     def _serve(self, step: Step, request: Request) -> bool:
         """Grant one request what it owes, preempting until it fits; False ends the round of the running."""
-        room = self._max_len - 1 - request.computed - request.in_flight
+        room = self._max_len - 1 - request.planned
         owed = min(request.debt, self._cap, step.budget, room)  # a victim's tokens go to those behind, not in here
         if request.state is not State.RUNNING or not owed:
             return True
@@ -105,11 +108,13 @@ class UnifiedScheduler(Scheduler):
 
     def _padding(self, step: Step) -> int:
         """Drafts that a request owing one token is admitted with, so that all rows of a decode batch look alike."""
-        granted = [request for request in step.running if step.granted(request)]
-        if not granted or any(request.computed < request.prefill_target for request in granted):
+        if not self._drafts:
             return 0
-        padding: int = self.options.num_spec_tokens
-        return padding
+        starts = {request: request.planned - step.granted(request) for request in step.running}
+        granted = [request for request, start in starts.items() if start < request.planned]
+        if not granted or any(starts[request] < request.prefill_target for request in granted):
+            return 0
+        return self._drafts
 
     def _check(self, step: Step, request: Request, padding: int) -> Callable[[Room], int | Why]:
         def decide(room: Room) -> int | Why:

@@ -1,7 +1,7 @@
 """The real vLLM 0.27.1 scheduler's decisions, replayed on ``unified`` and ``paged``.
 
-The recordings lie in ``data/vllm.tar.xz``. Those of synchronous scheduling are decided today; the others are listed as
-not decided yet, so that none is forgotten.
+The recordings lie in ``data/vllm.tar.xz``: synchronous scheduling (one step at a time) and asynchronous (each step is
+planned before the outcome of the one before is known: our overlap mode).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from engine.core.replay import vllm
-from engine.core.replay.report import NotReplayable
 from engine.testing import DoNothing
 
 ARCHIVE = Path(__file__).parent / "data" / "vllm.tar.xz"
@@ -31,11 +30,10 @@ def _load() -> dict[str, dict]:
 
 
 TRACES = _load()
-DECIDED = [name for name, trace in TRACES.items() if not trace["config"]["async"]]
 
 
 @pytest.mark.parametrize("policies", [(), (DoNothing,)], ids=["alone", "do-nothing"])
-@pytest.mark.parametrize("name", DECIDED)
+@pytest.mark.parametrize("name", TRACES)
 def test_every_step_is_decided_as_vllm_decided_it(name, policies):
     report = vllm.replay(TRACES[name], [policy() for policy in policies])
     assert report.equal, "\n".join([name, *report.divergence.lines()])
@@ -44,10 +42,7 @@ def test_every_step_is_decided_as_vllm_decided_it(name, policies):
 
 def test_all_recordings_are_accounted_for():
     assert len(TRACES) == 98
-    assert len(DECIDED) == 78
-    for name in set(TRACES) - set(DECIDED):
-        with pytest.raises(NotReplayable, match="not decided yet"):
-            vllm.replay(TRACES[name])
+    assert sum(trace["config"]["async"] for trace in TRACES.values()) == 20
 
 
 @pytest.mark.parametrize(
@@ -57,6 +52,7 @@ def test_all_recordings_are_accounted_for():
         ("preempt_one", "free_blocks", lambda value: value + 1),
         ("prefix_shared_system_prompt", "cached_tokens", lambda value: dict.fromkeys(value, 1)),
         ("priority_order", "waiting", lambda value: value[::-1]),
+        ("async_spec_preempt", "emitted", lambda value: dict.fromkeys(value, 9)),
     ],
 )
 def test_a_recording_that_differs_is_told_with_its_first_step(name, field, spoil):

@@ -7,6 +7,7 @@ commit, and an executor with a memory checks that every row reads exactly the KV
 from __future__ import annotations
 
 import random
+from collections import deque
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -60,7 +61,7 @@ class ChaosScheduler(Scheduler):
                     step.start(request, rng.randrange(0, 12))
                     if rng.random() < 0.3:
                         break
-        return step.seal()
+        return step.seal(drafting=rng.randrange(4))
 
     @hookimpl
     def order(self, waiting):
@@ -82,6 +83,7 @@ class EngineMachine(RuleBasedStateMachine):
     page_size = 4
     scheduler = "chaos"
     drafting = False
+    overlap = False
 
     def draft(self, request: Request) -> tuple[int, ...]:
         """Up to three tokens, each right with some luck."""
@@ -107,8 +109,11 @@ class EngineMachine(RuleBasedStateMachine):
             max_running=6,
             max_waiting=20,
             max_model_len=PAGES * self.page_size + 5,
+            overlap=self.overlap,
+            scheduler_options={"num_spec_tokens": 3} if self.drafting and self.scheduler == "unified" else None,
         )
-        self.plan: Plan | None = None
+        self.plans: deque[Plan] = deque()  # in flight, oldest first
+        self.outcomes: deque[Outcome] = deque()  # of the first of them, which are computed
         self.ended: dict[str, str] = {}
         self.added: set[str] = set()
         self.injected: set[str] = set()
@@ -150,35 +155,46 @@ class EngineMachine(RuleBasedStateMachine):
             if twice:
                 assert not self.core.abort(victim)
 
-    @precondition(lambda self: self.plan is None)
+    @precondition(lambda self: len(self.plans) <= self.overlap)
     @rule()
     def make_plan(self) -> None:
-        self.plan = self.core.plan()
+        self.plans.append(self.core.plan())
 
-    @precondition(lambda self: self.plan is not None)
+    @precondition(lambda self: len(self.outcomes) < len(self.plans))
+    @rule(row_fails=st.booleans(), pick=st.integers(0, 100))
+    def execute(self, row_fails: bool, pick: int) -> None:
+        plan = self.plans[len(self.outcomes)]
+        if row_fails and plan:
+            self.executor.row_errors = {plan.requests[pick % len(plan.requests)].id: "injected"}
+            self.injected |= set(self.executor.row_errors)
+        self.outcomes.append(self.executor.execute(plan) if plan else Outcome(plan, ()))
+        self.executor.row_errors = {}
+
+    @precondition(lambda self: self.plans)
     @rule(outcome=st.sampled_from(["ok", "ok", "ok", "ok", "fail", "row"]), pick=st.integers(0, 100))
     def end_plan(self, outcome: str, pick: int) -> None:
-        plan, self.plan = self.plan, None
-        assert plan is not None
+        plan = self.plans[0]
         if outcome == "fail" and plan:
             self.injected |= {request.id for request in plan.requests}
             self.core.fail_step(plan, "injected")
+            self.plans.clear()
+            self.outcomes.clear()
             return
-        if outcome == "row" and plan:
-            self.executor.row_errors = {plan.requests[pick % len(plan.requests)].id: "injected"}
-            self.injected |= set(self.executor.row_errors)
-        result = self.executor.execute(plan) if plan else Outcome(plan, ())
-        self.executor.row_errors = {}
+        if not self.outcomes:
+            self.execute(outcome == "row", pick)
+        self.plans.popleft()
+        result = self.outcomes.popleft()
         self.core.commit(result)
         if self.rng.random() < 0.1:
             with pytest.raises(Exception, match="own outcome"):
                 self.core.commit(result)
 
     @rule(steps=st.integers(1, 6))
-    @precondition(lambda self: self.plan is None)
+    @precondition(lambda self: not self.plans)
     def run(self, steps: int) -> None:
         for _ in range(steps):
             self.record(self.core.step())
+        self.record(self.core.drain())
 
     @rule(everything=st.booleans())
     def evict(self, everything: bool) -> None:
@@ -204,7 +220,7 @@ class EngineMachine(RuleBasedStateMachine):
                     assert delta.request_id in self.injected, delta.detail
 
     def teardown(self) -> None:
-        if self.plan is not None:
+        while self.plans:
             self.end_plan("ok", 0)
         for request_id in list(self.core.parked):
             self.core.ready(request_id, "grammar")
@@ -224,11 +240,13 @@ class EngineMachine(RuleBasedStateMachine):
         assert sorted(self.executor.forgotten) == sorted(self.added)
 
 
-def _machine(scheduler: str, kvcache: str, page_size: int, examples: int = 25, steps: int = 50) -> type:
+def _machine(
+    scheduler: str, kvcache: str, page_size: int, *, overlap: bool = False, examples: int = 25, steps: int = 50
+) -> type:
     machine = type(
-        f"{scheduler}_{kvcache}_{page_size}",
+        f"{scheduler}_{kvcache}_{page_size}_{overlap}",
         (EngineMachine,),
-        {"scheduler": scheduler, "kvcache": kvcache, "page_size": page_size},
+        {"scheduler": scheduler, "kvcache": kvcache, "page_size": page_size, "overlap": overlap},
     )
     case = machine.TestCase
     case.settings = settings(
@@ -245,6 +263,8 @@ TestChaosPaged = _machine("chaos", "paged", 4)
 TestChaosRadix = _machine("chaos", "radix", 4)
 TestChaosPagedSlots = _machine("chaos", "paged", 1, examples=20)
 TestChaosRadixSlots = _machine("chaos", "radix", 1, examples=20)
+TestChaosPagedOverlap = _machine("chaos", "paged", 4, overlap=True)
+TestChaosRadixOverlap = _machine("chaos", "radix", 4, overlap=True)
 TestUnifiedPaged = _machine("unified", "paged", 4, examples=20)
 TestUnifiedRadix = _machine("unified", "radix", 4, examples=20)
 TestRadixPaged = _machine("radix", "paged", 4, examples=20)
@@ -259,11 +279,13 @@ def walk(machine: EngineMachine, operations: int, seed: int) -> None:
         machine.sound()
         roll = rng.random()
         if roll < 0.3:
-            if machine.plan is None:
+            if not machine.plans or (machine.overlap and len(machine.plans) == 1 and rng.random() < 0.7):
                 machine.make_plan()
+                if rng.random() < 0.5:
+                    machine.execute(rng.random() < 0.05, rng.randrange(100))
             else:
                 machine.end_plan(rng.choice(["ok"] * 6 + ["fail", "row"]), rng.randrange(100))
-        elif roll < 0.5 and machine.plan is None:
+        elif roll < 0.5 and not machine.plans:
             machine.run(rng.randrange(1, 4))
         elif roll < 0.8:
             shared, own = rng.choice([0, 3, 8, 17, 30, 40]), rng.choice([0, 1, 4, 11])
@@ -280,6 +302,11 @@ def walk(machine: EngineMachine, operations: int, seed: int) -> None:
     machine.teardown()
 
 
+def _walker(scheduler: str, kvcache: str, page_size: int, **traits: bool) -> type[EngineMachine]:
+    chosen = {"scheduler": scheduler, "kvcache": kvcache, "page_size": page_size, **traits}
+    return type("Walk", (EngineMachine,), chosen)
+
+
 CONFIGURATIONS = [
     (scheduler, kvcache, page_size)
     for scheduler in ("chaos", "unified", "radix")
@@ -288,20 +315,20 @@ CONFIGURATIONS = [
 ]
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
 @pytest.mark.parametrize("drafting", [False, True], ids=["plain", "drafts"])
 @pytest.mark.parametrize(("scheduler", "kvcache", "page_size"), CONFIGURATIONS)
-def test_long_walk(scheduler: str, kvcache: str, page_size: int, drafting: bool) -> None:
-    traits = {"scheduler": scheduler, "kvcache": kvcache, "page_size": page_size, "drafting": drafting}
-    machine = type("Walk", (EngineMachine,), traits)
+def test_long_walk(scheduler: str, kvcache: str, page_size: int, drafting: bool, overlap: bool) -> None:
+    machine = _walker(scheduler, kvcache, page_size, drafting=drafting, overlap=overlap)
     for seed in range(4):
         walk(machine(), 1000, seed)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
 @pytest.mark.parametrize("drafting", [False, True], ids=["plain", "drafts"])
 @pytest.mark.parametrize(("scheduler", "kvcache", "page_size"), CONFIGURATIONS)
-def test_very_long_walk(scheduler: str, kvcache: str, page_size: int, drafting: bool) -> None:
-    traits = {"scheduler": scheduler, "kvcache": kvcache, "page_size": page_size, "drafting": drafting}
-    machine = type("Walk", (EngineMachine,), traits)
+def test_very_long_walk(scheduler: str, kvcache: str, page_size: int, drafting: bool, overlap: bool) -> None:
+    machine = _walker(scheduler, kvcache, page_size, drafting=drafting, overlap=overlap)
     for seed in range(100, 110):
         walk(machine(), 5000, seed)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from engine.core.continuation import Continuations, Row
 from engine.core.hookspecs import hookimpl
 from engine.core.loop import EngineCore
 from engine.core.plan import EvictionPool, Outcome, Plan
@@ -68,6 +69,10 @@ class ScriptedExecutor(Executor):
         self.row_errors: dict[str, str] = {}
         self.drafter: Callable[[Request], tuple[int, ...]] | None = None
         self.broken_cause: str | None = None
+        self.known: list[Request] = []  # the last plan's requests with all tokens known when it is computed
+        self.verified: list[tuple[int, ...]] = []
+        self._continuations = Continuations()
+        self._resolved: list[Row] = []
         self.forgotten: list[str] = []
 
     def load(self) -> ModelInfo:
@@ -83,15 +88,19 @@ class ScriptedExecutor(Executor):
             self.fail_next -= 1
             raise RuntimeError("a scripted failure")
         self.plans.append(plan)
-        rows = list(zip(plan.requests, plan.samples, strict=True))
-        tokens = [self._emit(request, plan.drafts.get(request, ())) if samples else () for request, samples in rows]
+        self._resolved = self._continuations.rows(plan)
+        self.known = [_known(request, row) for request, row in zip(plan.requests, self._resolved, strict=True)]
+        rows = list(zip(self.known, plan.samples, strict=True))
+        self.verified = [self._drafts(plan, number) for number in range(len(rows))]
+        tokens = [self._emit(r, drafts) if s else () for (r, s), drafts in zip(rows, self.verified, strict=True)]
         proposals: dict[int, tuple[int, ...]] = {}
         if self.drafter is not None:
             for number, (request, samples) in enumerate(rows):
                 if samples:
                     proposals[number] = self.drafter(_extended(request, tokens[number]))
         failed = {n: self.row_errors.pop(r.id) for n, (r, _) in enumerate(rows) if r.id in self.row_errors}
-        return Outcome(plan, tokens, failed, proposals)
+        tokens = [() if number in failed else row for number, row in enumerate(tokens)]
+        return self._continuations.keep(Outcome(plan, tokens, failed, proposals))
 
     def broken(self) -> str | None:
         """``broken_cause``."""
@@ -100,6 +109,13 @@ class ScriptedExecutor(Executor):
     def forget(self, request: Request) -> None:
         """Noted, so that a test can see that every request is forgotten once."""
         self.forgotten.append(request.id)
+
+    def _drafts(self, plan: Plan, row: int) -> tuple[int, ...]:
+        """What a row verifies: as planned; or, planned before the step before was computed, what the drafter says."""
+        planned = plan.drafts.get(plan.requests[row], ())
+        if not planned or self.drafter is None or not plan.awaits or plan.awaits[row] < 0:
+            return tuple(planned)
+        return (*self.drafter(self.known[row]), *planned)[: len(planned)]
 
     def _emit(self, request: Request, drafts: Sequence[int]) -> tuple[int, ...]:
         """The next token; and as long as a draft equals it, the one after."""
@@ -117,6 +133,12 @@ class ScriptedExecutor(Executor):
             output = self.script[request.id]
             return output[min(request.num_output, len(output) - 1)]
         return request.num_tokens % self.info.vocab_size
+
+
+def _known(request: Request, row: Row) -> Request:
+    """The request as it is once the step before its row's is committed (zeros stand for what a failed row yields)."""
+    before = [*request.tokens, *row.before][: row.start]
+    return replace(request, tokens=[*before, *[0] * (row.start - len(before)), *row.tokens])
 
 
 def _extended(request: Request, tokens: Sequence[int]) -> Request:
@@ -155,32 +177,51 @@ class ShadowExecutor(ScriptedExecutor):
 
     Like a real executor it writes the KV of all rows first and reads after, so twins of one step may share pages. Every
     read is compared with what the row's own tokens would have written; the first difference raises ``KVMismatch``.
+
+    In overlap mode a row may rightly read garbage, if what it continues has failed and its result is dropped. There
+    ``mismatch`` is set when the result of such a row is committed: run ``witness`` among the policies (``make_core``
+    does).
+
+    Attributes:
+        mismatch: the first row that counted and had read foreign or unwritten KV, in words.
+        witness: a policy that looks at what is committed.
     """
+
+    def __init__(self, script: Script | None = None, **model: Any) -> None:
+        super().__init__(script, **model)
+        self.mismatch: str | None = None
+        self.suspects: dict[int, dict[int, str]] = {}  # step -> row -> what it should not have read
+        self.witness = Witness(self)
 
     def allocate(self, num_pages: int, page_size: int) -> None:
         """Memory of ``num_pages x page_size`` slots, all unwritten."""
         self._slots: list[list[int | None]] = [[None] * page_size for _ in range(num_pages)]
         self._size = page_size
         self._prefixes: dict[str, list[int]] = {}
-        self.mismatch: str | None = None
 
     def execute(self, plan: Plan) -> Outcome:
         """Write, then read and compare. Raises what ``ScriptedExecutor`` does, before anything is written."""
         outcome = super().execute(plan)
+        starts = [row.start for row in self._resolved]
         marks = [
-            self._marks(request, start + count, plan.drafts.get(request, ()))
-            for request, start, count in zip(plan.requests, plan.starts, plan.counts, strict=True)
+            self._marks(request, start + count, drafts)
+            for request, start, count, drafts in zip(self.known, starts, plan.counts, self.verified, strict=True)
         ]
-        rows = list(zip(plan.requests, plan.starts, plan.counts, plan.tables, marks, strict=True))
+        rows = list(zip(plan.requests, starts, plan.counts, plan.tables, marks, strict=True))
         for _, start, count, table, wanted in rows:
             for at in range(start, start + count):
                 self._slots[table[at // self._size]][at % self._size] = wanted[at]
-        for request, start, count, table, wanted in rows:
+        suspects: dict[int, str] = {}
+        for row, (request, start, count, table, wanted) in enumerate(rows):
             for at in range(start + count):
                 if self._slots[table[at // self._size]][at % self._size] != wanted[at]:
-                    self.mismatch = f"step {plan.index}: {request!r} reads foreign or unwritten KV at token {at}"
-                    raise KVMismatch(self.mismatch)
-        for row in outcome.errors:  # a row that failed has written garbage; whoever reads it later must be caught
+                    suspects[row] = f"step {plan.index}: {request!r} reads foreign or unwritten KV at token {at}"
+                    break
+        if suspects and not plan.awaits:
+            self.mismatch = next(iter(suspects.values()))
+            raise KVMismatch(self.mismatch)
+        self.suspects[plan.index] = suspects
+        for row in {*outcome.errors, *suspects}:  # what they have written is garbage: whoever reads it must be caught
             _, start, count, table, _ = rows[row]
             for at in range(start, start + count):
                 self._slots[table[at // self._size]][at % self._size] = None
@@ -204,6 +245,23 @@ class ShadowExecutor(ScriptedExecutor):
         return drafted
 
 
+class Witness(Policy):
+    """Sees which rows of a ``ShadowExecutor``'s steps count. Answers nothing."""
+
+    name = "witness"
+
+    def __init__(self, executor: ShadowExecutor) -> None:
+        super().__init__()
+        self._executor = executor
+
+    @hookimpl
+    def commit(self, outcome: Outcome) -> None:
+        """A row that read what it should not have is a mismatch, unless its result was dropped."""
+        for row, words in self._executor.suspects.pop(outcome.plan.index, {}).items():
+            if row not in outcome.dropped and row not in outcome.errors:
+                self._executor.mismatch = self._executor.mismatch or words
+
+
 def make_core(
     *,
     scheduler: str | Scheduler = "unified",
@@ -218,6 +276,7 @@ def make_core(
     max_running: int = 8,
     max_waiting: int = 1000,
     audit: bool = True,
+    overlap: bool = False,
     scheduler_options: Mapping[str, Any] | None = None,
     kvcache_options: Mapping[str, Any] | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -238,6 +297,8 @@ def make_core(
     chosen_scheduler = _plugin("scheduler", scheduler, scheduler_options)
     chosen_kv = _plugin("kvcache", kvcache, kvcache_options)
     chosen_policies = [_plugin("policy", policy) for policy in policies]
+    if isinstance(executor, ShadowExecutor):
+        chosen_policies.append(executor.witness)
     assert isinstance(chosen_scheduler, Scheduler)
     assert isinstance(chosen_kv, KVCache)
     return EngineCore(
@@ -249,6 +310,7 @@ def make_core(
         policies=[policy for policy in chosen_policies if isinstance(policy, Policy)],
         connectors=connectors,
         audit_every_step=audit,
+        overlap=overlap,
         clock=clock,
     )
 
