@@ -9,11 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
-from engine.core.errors import ConfigError
-from engine.core.replay import vllm
+from engine.core.errors import ConfigError, EngineError
+from engine.core.replay import own, vllm
 from engine.core.replay.report import NotReplayable, Report
 
 EXIT_DIFFERENT = 1
+KINDS = (own, vllm)
+"""Modules that recognise a trace by its content, and replay it."""
 
 
 def replay(
@@ -35,12 +37,15 @@ def replay(
 def _replay(path: Path) -> Report:
     data = _read(path)
     name = str(data.get("name", path.stem))
-    if not vllm.recognises(data):
+    kind = next((kind for kind in KINDS if kind.recognises(data)), None)
+    if kind is None:
         return Report(name, 0, unsupported="not a trace of a known kind")
     try:
-        return vllm.replay(data)
+        return kind.replay(data)
     except NotReplayable as error:
         return Report(name, 0, unsupported=str(error))
+    except (KeyError, IndexError, TypeError, ValueError, EngineError) as error:  # the other files are replayed
+        return Report(name, 0, unsupported=f"it does not hold together: {type(error).__name__}: {error}")
 
 
 def _read(path: Path) -> Mapping[str, Any]:

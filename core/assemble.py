@@ -17,8 +17,13 @@ log = logging.getLogger(__name__)
 DEFAULT_PAGES_WITHOUT_KV = 4096
 
 
-def assemble(config: EngineConfig, registry: Registry | None = None) -> EngineCore:
+def assemble(
+    config: EngineConfig, registry: Registry | None = None, *, core: type[EngineCore] = EngineCore
+) -> EngineCore:
     """Build an engine core. Everything is selected and checked before the model is loaded.
+
+    Args:
+        core: the class to build, e.g. one that records what it decides.
 
     Raises:
         ConfigError: limits or options that contradict each other.
@@ -54,7 +59,7 @@ def assemble(config: EngineConfig, registry: Registry | None = None) -> EngineCo
     overlap = config.overlap and executor.overlaps
     if overlap != config.overlap:
         log.warning("executor %s cannot overlap: steps are planned and computed in turns", executor.name)
-    return EngineCore(
+    return core(
         limits=limits,
         model=model,
         scheduler=scheduler,

@@ -21,7 +21,7 @@ from engine.core.request import Finish, Request, SamplingParams, State
 from engine.core.results import ResultApplier, delta
 from engine.core.results import finish as end_request
 from engine.core.roster import Roster
-from engine.core.stats import Counters
+from engine.core.stats import Counters, StepStats, step_stats
 from engine.core.step import Step
 from engine.core.transfers import TransferBook
 
@@ -316,6 +316,7 @@ class EngineCore:
         if request.preemptions == 0:
             request.cached_tokens = hit
         self.counters.cached_tokens += hit
+        self.counters.looked_up_tokens += request.num_tokens
 
     def give_up(self, request: Request, *, front: bool) -> None:
         """The request is preempted: it lets go of its pages, keeps its output, and waits again."""
@@ -349,15 +350,27 @@ class EngineCore:
     # ---- to look at
 
     def why(self, request_id: str) -> tuple[Why, str] | None:
-        """Why a waiting request got nothing in the last step; ``None`` if it is not waiting."""
+        """Why a live request got nothing in the last step, or less than it owed; ``None`` where it got all of it."""
         if request_id in self.parked:
             return Why.PARKED, ", ".join(sorted(self.parked[request_id].parked_on))
         request = self.requests.get(request_id)
-        if request is None or request.state is not State.WAITING:
+        if request is None:
             return None
-        if self._last is None:
-            return Why.NOT_ASKED, ""
-        return self._last.waits.get(request_id, (self._last.otherwise, ""))
+        plan = self._last
+        if request.state is State.WAITING:
+            return (Why.NOT_ASKED, "") if plan is None else plan.waits.get(request_id, (plan.otherwise, ""))
+        if plan is None or request in plan.requests:
+            why = plan.cuts.get(request_id) if plan is not None else None
+            return None if why is None else (why, "")
+        if request_id in plan.waits:
+            return plan.waits[request_id]
+        if plan.total_tokens >= self.limits.max_batch_tokens:
+            return Why.TOKEN_BUDGET, ""
+        return (Why.PREEMPTION if plan.preempted else Why.NOTHING_OWED), ""
+
+    def step_stats(self) -> StepStats | None:
+        """What the last plan holds, in numbers; ``None`` before the first."""
+        return None if self._last is None else step_stats(self._last)
 
     def stats(self) -> dict[str, int | float]:
         """Gauges of this moment and counters since the start."""

@@ -11,15 +11,19 @@ from engine.core.request import Finish, Request
 
 
 class Why(StrEnum):
-    """Why a request got nothing in a step. A closed vocabulary: every waiting request has exactly one of these."""
+    """Why a request got nothing in a step, or less than it owes. A closed vocabulary.
+
+    Every waiting request has exactly one of these, and so has every running one that was passed over or cut.
+    """
 
     TOKEN_BUDGET = "token_budget"  # the step's token budget is used up
     RUN_SLOTS = "run_slots"  # as many requests run as may
     PAGES = "pages"  # not enough free and evictable KV pages
     RESERVE = "reserve"  # pages exist, but are reserved for the future decode of those that run
-    PREFILL_BUDGET = "prefill_budget"  # the scheduler's own limit on prefill work in one step
+    PREFILL_BUDGET = "prefill_budget"  # the scheduler's own limit on prefill work, of a step or of one request in it
     CHUNK = "chunk"  # another request's prompt is being computed in chunks
     PREEMPTION = "preemption"  # somebody was preempted in this step: nobody is admitted
+    ADAPTERS = "adapters"  # as many adapters are at work as may
     PREFIX = "prefix"  # waits for a sibling to fill the prefix cache for it
     BEHIND = "behind"  # not reached: the queue stopped at one before it
     NOT_ASKED = "not_asked"  # the scheduler did not look at the queue in this step
@@ -123,9 +127,22 @@ class Plan:
     waits: Mapping[str, tuple[Why, str]] = field(default_factory=dict)  # request id -> reason, words
     otherwise: Why = Why.NOT_ASKED  # the reason of waiting requests that ``waits`` does not name
     mode: str = "mixed"  # the scheduler's word for the batch: extend, decode, mixed, idle
-    common_prefix_pages: int = 0
+    page_size: int = 1
+    cuts: Mapping[str, Why] = field(default_factory=dict)  # request id -> why its row computes less than it owes
     drafts: Mapping[Request, tuple[int, ...]] = field(default_factory=dict)  # verified by its row; -1: see NO_DRAFT
     awaits: tuple[int, ...] = ()  # overlap: row of the plan before whose tokens this row continues, or -1; else empty
+
+    @property
+    def common_prefix_pages(self) -> int:
+        """Pages at the front that all rows share and have computed: what cascade attention reads once.
+
+        Source: vLLM's count of common prefix blocks, which asks it of all that run.
+        """
+        if not self.requests:
+            return 0
+        first, last = min(self.tables), max(self.tables)  # what these two share, all others share
+        limit = min(len(first), min(self.starts) // self.page_size)
+        return next((at for at in range(limit) if first[at] != last[at]), limit)
 
     @property
     def total_tokens(self) -> int:
@@ -154,7 +171,7 @@ class Outcome:
 
 
 NO_DRAFT = -1
-"""Stands where a draft is planned but unknown. Executors that draft put in what they proposed; else it never matches."""
+"""Stands where a draft is planned but unknown. An executor that drafts puts in its own; else it never matches."""
 
 TransferKind = Literal["probe", "pull", "push", "cancel"]
 

@@ -118,6 +118,8 @@ class ResultApplier:
     def _reject(self, request: Request, drafts: int, tokens: int) -> int:
         """Take back the progress of drafts that were not accepted: their KV does not count. Returns how many."""
         rejected = drafts + 1 - tokens
+        self._counters.drafted_tokens += drafts
+        self._counters.accepted_tokens += tokens - 1
         request.planned -= rejected
         if self._overlap:
             request.pending -= drafts

@@ -58,6 +58,7 @@ class Roster:
             capped=max_total > longest,
             stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._model.eos_ids),
             namespace=namespace_digest(self._model.fingerprint, adapter, salt),
+            adapter=adapter,
             priority=priority,
             arrival=self._clock() if arrival is None else arrival,
             arrival_index=self._arrivals,

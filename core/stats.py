@@ -3,8 +3,49 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
 
+from engine.core.plan import Plan
 from engine.core.request import Finish
+
+
+class StepStats(NamedTuple):
+    """One plan in numbers."""
+
+    index: int
+    mode: str
+    rows: int
+    tokens: int
+    decode_rows: int  # rows that compute the token sampled last, alone or with drafts
+    prefill_tokens: int
+    draft_tokens: int
+    admitted: int
+    cached_tokens: int  # of those admitted
+    preempted: int
+    evicted_pages: int
+    common_prefix_pages: int
+
+
+def step_stats(plan: Plan) -> StepStats:
+    """Count what a plan holds."""
+    drafts = sum(map(len, plan.drafts.values()))
+    starts = dict(zip(plan.requests, plan.starts, strict=True))
+    rows = zip(plan.requests, plan.starts, strict=True)
+    decodes = sum(start >= request.prefill_target for request, start in rows)
+    return StepStats(
+        index=plan.index,
+        mode=plan.mode,
+        rows=len(plan.requests),
+        tokens=plan.total_tokens,
+        decode_rows=decodes,
+        prefill_tokens=plan.total_tokens - decodes - drafts,
+        draft_tokens=drafts,
+        admitted=len(plan.admitted),
+        cached_tokens=sum(starts[request] for request in plan.admitted),
+        preempted=len(plan.preempted),
+        evicted_pages=plan.evicted_pages,
+        common_prefix_pages=plan.common_prefix_pages,
+    )
 
 
 @dataclass(slots=True)
@@ -16,6 +57,9 @@ class Counters:
     prompt_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
+    looked_up_tokens: int = 0  # tokens of requests as they started: cached_tokens of them needed no computing
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0  # drafts that the model confirmed
     computed_tokens: int = 0
     recomputed_tokens: int = 0
     preemptions: int = 0

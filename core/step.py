@@ -37,6 +37,7 @@ class Step:
         "_asked",
         "_core",
         "_counts",
+        "_cuts",
         "_drafts",
         "_early",
         "_kv",
@@ -86,6 +87,7 @@ class Step:
         self.fresh: dict[int, Request] = {}  # page published before it is computed -> who computes it
         self.adopters: dict[Request, list[Request]] = {}  # publisher -> who started on its fresh pages
         self._waits: dict[str, tuple[Why, str]] = {}
+        self._cuts: dict[str, Why] = {}
         self._asked = False
         self.plan: Plan | None = None
         self.view = StepView(self)
@@ -257,7 +259,7 @@ class Step:
         if chosen in self.admitted:
             self.admitted.remove(chosen)
         self.preempted.append(chosen)
-        self.note(chosen, Why.PAGES, "preempted")
+        self.note(chosen, Why.PAGES, "preempted" if needy is None else f"preempted for {needy.id}")
         return chosen
 
     def may_preempt(self, request: Request) -> bool:
@@ -275,15 +277,12 @@ class Step:
                     pending.append(adopter)
         return found
 
-    def seal(
-        self, mode: str = "mixed", *, otherwise: Why | None = None, common_prefix_pages: int = 0, drafting: int = 0
-    ) -> Plan:
+    def seal(self, mode: str = "mixed", *, otherwise: Why | None = None, drafting: int = 0) -> Plan:
         """Close the step: the immutable plan, with a reason for every request that waits. Call it once, last.
 
         Args:
             mode: the scheduler's word for the batch.
             otherwise: the reason of waiting requests that were not looked at.
-            common_prefix_pages: pages that all rows share at their front.
             drafting: drafts that the executor will propose for each row that samples. They matter in overlap mode,
                 where the next step is planned before they are known; else they come with the outcome.
 
@@ -308,7 +307,8 @@ class Step:
             waits=self._waits,
             otherwise=otherwise or (Why.BEHIND if self._asked else Why.NOT_ASKED),
             mode=mode if rows else "idle",
-            common_prefix_pages=common_prefix_pages,
+            page_size=self._size,
+            cuts=self._cuts,
             drafts=self._drafts,
             awaits=awaits,
         )
@@ -379,8 +379,10 @@ class Step:
             request.drafts = ()
         if upto < known:
             self._partial.add(request)
-        else:
+            self._cuts[request.id] = Why.TOKEN_BUDGET if self.budget <= 0 else Why.PREFILL_BUDGET
+        elif request in self._partial:
             self._partial.discard(request)
+            del self._cuts[request.id]
         if self._early:
             self._publish(request, upto - count - request.pending, min(upto, len(request.tokens)))
         self._calm(request, upto)
@@ -422,7 +424,9 @@ class Step:
         count = self._counts.pop(row)
         del self._rows[row], self._starts[row], self._samples[row]
         self._places.clear()
-        self._partial.discard(request)
+        if request in self._partial:
+            self._partial.discard(request)
+            del self._cuts[request.id]
         self._drafts.pop(request, None)
         request.planned -= count
         self.budget += count

@@ -33,6 +33,7 @@ class UnifiedScheduler(Scheduler):
         reserve_full_sequence: bool = Field(True, description="admit only what fits whole, not just its first chunk")
         num_spec_tokens: int = Field(0, ge=0, description="drafts that the executor proposes a step, at most")
         num_lookahead_tokens: int = Field(0, ge=0, description="pages are taken for so many tokens more (drafters)")
+        max_adapters: int = Field(0, ge=0, description="most adapters among those that run (0: no limit)")
         watermark: float = Field(0.0, ge=0, lt=1, description="share of the pool kept free at admission")
 
     def start(self, context: Context) -> None:
@@ -60,10 +61,15 @@ class UnifiedScheduler(Scheduler):
         if step.slots <= 0:
             return step.seal(otherwise=Why.RUN_SLOTS, drafting=self._drafts)
         padding = self._padding(step)
+        adapters = self._adapters(step)
         for request in step.queue():
+            if self._crowded(request, adapters):  # those behind it may use what is at work already
+                step.note(request, Why.ADAPTERS)
+                continue
             check = self._check(step, request, padding)
             if not step.start(request, check, lookahead=self._lookahead, padding=padding):
                 break
+            adapters |= {request.adapter} - {""}
         return step.seal(drafting=self._drafts)
 
     def queue_key(self) -> Callable[[Request], Any] | None:
@@ -105,6 +111,14 @@ class UnifiedScheduler(Scheduler):
             if victim is None or victim is request:
                 return False
         return True
+
+    def _adapters(self, step: Step) -> set[str]:
+        """Adapters of those that run."""
+        return {request.adapter for request in step.running if request.adapter} if self.options.max_adapters else set()
+
+    def _crowded(self, request: Request, adapters: set[str]) -> bool:
+        limit: int = self.options.max_adapters
+        return bool(limit and request.adapter and request.adapter not in adapters and len(adapters) >= limit)
 
     def _padding(self, step: Step) -> int:
         """Drafts that a request owing one token is admitted with, so that all rows of a decode batch look alike."""

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from engine.core import EngineCore, InvalidRequest, Outcome, SamplingParams, State
+from engine.core import EngineCore, InvalidRequest, Outcome, SamplingParams, State, Why
 from engine.testing import ScriptedExecutor, ShadowExecutor, make_core
 
 COMBINATIONS = list(itertools.product(("unified", "radix"), ("paged", "radix")))
@@ -472,3 +472,123 @@ def test_an_outcome_of_another_plan_is_refused():
     with pytest.raises(InvariantViolation, match="own outcome"):
         core.commit(Outcome(plan, []))
     core.commit(core.executor.execute(plan))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@every_combination
+def test_b04_two_that_outgrow_the_pool_do_not_thrash(scheduler, kvcache, overlap):
+    """Room for one and a half: prompts longer than a step's budget, both growing to the size of the pool."""
+    core = make_core(
+        scheduler=scheduler,
+        kvcache=kvcache,
+        executor=ShadowExecutor(next_token),
+        num_pages=24,
+        page_size=4,
+        max_batch_tokens=16,
+        overlap=overlap,
+    )
+    for name in ("a", "b"):
+        core.add([len(name) + at % 23 + ord(name) for at in range(40)], SamplingParams(max_tokens=30), request_id=name)
+    results = drain(core)
+    assert {name: (len(output), finish) for name, (output, finish, _) in results.items()} == {
+        "a": (30, "length"),
+        "b": (30, "length"),
+    }
+    useful = 2 * (40 + 30)
+    assert core.counters.preemptions <= 3
+    assert core.counters.recomputed_tokens <= useful
+
+
+def test_b12_a_long_prompt_shares_its_steps():
+    """100 chunks long; ten short prompts behind it get their first token within a few steps each."""
+    core = make_core(
+        num_pages=800,
+        page_size=4,
+        max_batch_tokens=16,
+        max_running=12,
+        scheduler_options={"long_prefill_token_threshold": 8},
+        audit=False,
+    )
+    core.add([at % 97 for at in range(1600)], SamplingParams(max_tokens=1), request_id="long")
+    core.step()
+    for number in range(10):
+        core.add([900 + number] * 8, SamplingParams(max_tokens=2), request_id=f"s{number}")
+    first: dict[str, int] = {}
+    for step in range(1, 300):
+        for delta in core.step():
+            first.setdefault(delta.request_id, step)
+        if not core.has_work:
+            break
+    assert max(first[f"s{number}"] for number in range(10)) <= 2 * 10 + 2
+    assert first["long"] <= 1600 // 8 + 2, "the long one pays its share and no more"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@every_combination
+@pytest.mark.parametrize("times", [1, 2])
+def test_b45_preempted_after_any_token_the_output_is_the_same(scheduler, kvcache, overlap, times):
+    params = SamplingParams(max_tokens=21, min_tokens=4, stop_token_ids=(3, 77), temperature=1.0, seed=9)
+
+    def run(at: int | None) -> tuple[list[int], str | None]:
+        core = make_core(
+            scheduler=scheduler, kvcache=kvcache, executor=ShadowExecutor(next_token), overlap=overlap, num_pages=64
+        )
+        core.add([1, 2, 3, 4, 5], SamplingParams(max_tokens=40), request_id="beside")
+        request = core.add([9, 8, 7, 6, 5, 4], params, request_id="it")
+        got: list[int] = []
+        left = times
+        while core.has_work:
+            for delta in core.step():
+                if delta.request_id == "it":
+                    got += delta.tokens
+            if at is not None and left and request.state is State.RUNNING and request.num_output >= at:
+                core.give_up(request, front=left % 2 == 0)
+                left -= 1
+        assert core.executor.mismatch is None
+        assert got == request.output, "streamed twice, or not at all"
+        return got, request.finish
+
+    expected = run(None)
+    for at in range(21):
+        assert run(at) == expected
+
+
+def test_adapters_above_the_limit_wait_and_those_behind_them_do_not():
+    core = make_core(scheduler_options={"max_adapters": 1})
+    for name, adapter in (("a", "red"), ("b", "blue"), ("c", ""), ("d", "red")):
+        core.add([1, 2, 3], SamplingParams(max_tokens=3), request_id=name, adapter=adapter)
+    plan = core.plan()
+    assert [request.id for request in plan.admitted] == ["a", "c", "d"]
+    assert core.why("b") == (Why.ADAPTERS, "")
+    core.commit(core.executor.execute(plan))
+    assert drain(core)["b"][1] == "length"
+
+
+def test_pages_that_all_rows_share_are_counted():
+    core = make_core(num_pages=64, page_size=4)
+    shared = list(range(10))
+    core.add([*shared, 20, 21], SamplingParams(max_tokens=4))
+    core.step()
+    core.add([*shared, 30], SamplingParams(max_tokens=4))
+    core.step()
+    plan = core.plan()
+    assert len(plan.requests) == 2
+    assert plan.common_prefix_pages == 2
+    core.commit(core.executor.execute(plan))
+    core.add([5] * 5, SamplingParams(max_tokens=4))
+    assert core.plan().common_prefix_pages == 0
+
+
+def test_a_step_in_numbers():
+    core = make_core(num_pages=64, page_size=4, max_batch_tokens=16)
+    assert core.step_stats() is None
+    core.add(list(range(9)), SamplingParams(max_tokens=4))
+    core.step()
+    core.add([*range(9), 50], SamplingParams(max_tokens=4))
+    core.add(list(range(100, 130)), SamplingParams(max_tokens=4))
+    core.step()
+    stats = core.step_stats()
+    assert stats is not None
+    assert (stats.rows, stats.decode_rows, stats.admitted, stats.cached_tokens) == (3, 1, 2, 8)
+    assert (stats.tokens, stats.prefill_tokens, stats.draft_tokens) == (16, 15, 0)
+    assert core.stats()["looked_up_tokens"] == 9 + 10 + 30

@@ -277,6 +277,7 @@ def make_core(
     max_waiting: int = 1000,
     audit: bool = True,
     overlap: bool = False,
+    core: type[EngineCore] = EngineCore,
     scheduler_options: Mapping[str, Any] | None = None,
     kvcache_options: Mapping[str, Any] | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -301,7 +302,7 @@ def make_core(
         chosen_policies.append(executor.witness)
     assert isinstance(chosen_scheduler, Scheduler)
     assert isinstance(chosen_kv, KVCache)
-    return EngineCore(
+    return core(
         limits=limits,
         model=model,
         scheduler=chosen_scheduler,

@@ -1,0 +1,215 @@
+"""Recordings of our own runs: what was asked of an engine core, what the model answered, what was decided.
+
+A recording is a JSON object: ``config`` (limits, plugins by name with their options, loop), and ``events`` in order:
+``add``, ``ready``, ``abort``, ``plan`` (what was decided), ``commit`` (the tokens that the model gave) and ``fail``.
+Replaying it asks the same of a new core and compares every plan, so it holds for any plugins, in both loop modes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from engine.core.errors import ExecutionError
+from engine.core.loop import EngineCore
+from engine.core.plan import Outcome, Plan
+from engine.core.protocols import Executor, KVCache, Limits, ModelInfo, Policy, Scheduler
+from engine.core.registry import make
+from engine.core.replay.report import Divergence, Report
+from engine.core.request import Finish, Request, SamplingParams
+
+FORMAT = "sixhooks-decisions-1"
+
+
+class RecordingCore(EngineCore):
+    """An engine core that keeps a recording of all that it is asked and all that it decides.
+
+    Example::
+
+        core = assemble(EngineConfig(model="..."), core=RecordingCore)
+        ...                                     # add, step
+        json.dump(core.recording("evening"), file)
+    """
+
+    def __init__(self, **parts: Any) -> None:
+        self._events: list[dict[str, Any]] = []
+        super().__init__(**parts)
+
+    def recording(self, name: str) -> dict[str, Any]:
+        """The recording so far, as plain values."""
+        return {
+            "format": FORMAT,
+            "name": name,
+            "config": {
+                "limits": asdict(self.limits),
+                "eos_ids": sorted(self.model.eos_ids),
+                "fingerprint": self.model.fingerprint,
+                "scheduler": _selection(self.scheduler),
+                "kvcache": _selection(self.kv),
+                "overlap": self.flight.overlap,
+            },
+            "events": list(self._events),
+        }
+
+    def add(self, tokens: Sequence[int], params: SamplingParams | None = None, **more: Any) -> Request:
+        """As ``EngineCore.add``; recorded if it is accepted."""
+        parked_on = more["parked_on"] = tuple(more.get("parked_on", ()))
+        request = super().add(tokens, params, **more)
+        self._events.append({"add": _entry(request, more.get("salt", ""), parked_on)})
+        return request
+
+    def plan(self) -> Plan:
+        """As ``EngineCore.plan``, recorded."""
+        plan = super().plan()
+        self._events.append({"plan": decided(self, plan)})
+        return plan
+
+    def commit(self, outcome: Outcome) -> None:
+        """As ``EngineCore.commit``; the tokens are recorded."""
+        event = {
+            "tokens": [list(tokens) for tokens in outcome.tokens],
+            "errors": {str(row): words for row, words in outcome.errors.items()},
+            "proposals": {str(row): list(drafts) for row, drafts in outcome.proposals.items()},
+        }
+        self._events.append({"commit": {key: value for key, value in event.items() if value}})
+        super().commit(outcome)
+
+    def fail_step(self, plan: Plan, why: str) -> None:
+        """As ``EngineCore.fail_step``, recorded."""
+        self._events.append({"fail": why})
+        super().fail_step(plan, why)
+
+    def abort(self, request_id: str, finish: Finish = Finish.ABORT, detail: str | None = None) -> bool:
+        """As ``EngineCore.abort``, recorded."""
+        self._events.append({"abort": [request_id, finish.value]})
+        return super().abort(request_id, finish, detail)
+
+    def ready(self, request_id: str, what: str) -> None:
+        """As ``EngineCore.ready``, recorded."""
+        self._events.append({"ready": [request_id, what]})
+        super().ready(request_id, what)
+
+
+def decided(core: EngineCore, plan: Plan) -> dict[str, Any]:
+    """What a plan decided, as plain values, with the queue and the pool as they are after it."""
+    return {
+        "step": plan.index,
+        "rows": [[r.id, s, c] for r, s, c in zip(plan.requests, plan.starts, plan.counts, strict=True)],
+        "pages": [list(table) for table in plan.tables],
+        "drafts": {request.id: list(drafts) for request, drafts in plan.drafts.items()},
+        "admitted": [request.id for request in plan.admitted],
+        "preempted": [request.id for request in plan.preempted],
+        "evicted_pages": plan.evicted_pages,
+        "waits": {name: [why.value, words] for name, (why, words) in plan.waits.items()},
+        "cuts": {name: why.value for name, why in plan.cuts.items()},
+        "running": [request.id for request in core.running],
+        "waiting": [request.id for request in core.waiting],
+        "available": core.kv.numbers().available,
+    }
+
+
+def recognises(data: Mapping[str, Any]) -> bool:
+    """Whether the data are such a recording, told by their content."""
+    return data.get("format") == FORMAT
+
+
+def replay(data: Mapping[str, Any], policies: Sequence[Policy] = ()) -> Report:
+    """Ask the same of a new core and compare each plan; stops at the first difference."""
+    core = _core(data["config"], policies)
+    plans: list[Plan] = []
+    steps = 0
+    try:
+        for event in data["events"]:
+            [(kind, what)] = event.items()
+            if kind != "plan":
+                _apply(core, kind, what, plans)
+                continue
+            plan = core.plan()
+            plans.append(plan)
+            now = decided(core, plan)
+            if now != what:
+                return Report(data["name"], steps, Divergence(what["step"], what, now))
+            steps += 1
+    finally:
+        core.close()
+    return Report(data["name"], steps)
+
+
+class _Silent(Executor):
+    """Computes nothing: outcomes come from the recording."""
+
+    name = "recorded"
+
+    def load(self) -> ModelInfo:
+        raise ExecutionError("a recording has no model")
+
+    def allocate(self, num_pages: int, page_size: int) -> None:
+        raise ExecutionError("a recording has no KV memory")
+
+    def execute(self, plan: Plan) -> Outcome:
+        raise ExecutionError("a recording is not computed")
+
+
+def _core(config: Mapping[str, Any], policies: Sequence[Policy]) -> EngineCore:
+    limits = Limits(**config["limits"])
+    scheduler = make("scheduler", config["scheduler"]["name"], config["scheduler"]["options"])
+    kv = make("kvcache", config["kvcache"]["name"], config["kvcache"]["options"])
+    assert isinstance(scheduler, Scheduler)
+    assert isinstance(kv, KVCache)
+    model = ModelInfo(
+        name="recorded",
+        vocab_size=limits.vocab_size,
+        max_model_len=limits.max_model_len,
+        eos_ids=frozenset(config["eos_ids"]),
+        fingerprint=config["fingerprint"],
+    )
+    return EngineCore(
+        limits=limits,
+        model=model,
+        scheduler=scheduler,
+        kv=kv,
+        executor=_Silent(),
+        policies=policies,
+        overlap=config["overlap"],
+    )
+
+
+def _apply(core: EngineCore, kind: str, what: Any, plans: list[Plan]) -> None:
+    if kind == "add":
+        params = SamplingParams(**{k: tuple(v) if isinstance(v, list) else v for k, v in what["params"].items()})
+        core.add(what["tokens"], params, **what["more"])
+    elif kind == "commit":
+        errors = {int(row): words for row, words in what.get("errors", {}).items()}
+        proposals = {int(row): tuple(drafts) for row, drafts in what.get("proposals", {}).items()}
+        core.commit(Outcome(plans.pop(0), [tuple(tokens) for tokens in what.get("tokens", ())], errors, proposals))
+        core.take_deltas()
+    elif kind == "fail":
+        core.fail_step(plans[0], what)
+        plans.clear()
+    elif kind == "abort":
+        core.abort(what[0], Finish(what[1]))
+    else:
+        core.ready(*what)
+
+
+def _entry(request: Request, salt: str, parked_on: Sequence[str]) -> dict[str, Any]:
+    """What was added, as plain values: arguments of ``EngineCore.add``."""
+    params = request.params
+    return {
+        "tokens": list(request.prompt),
+        "params": asdict(params),
+        "more": {
+            "request_id": request.id,
+            "priority": request.priority,
+            "salt": salt,
+            "adapter": request.adapter,
+            "arrival": request.arrival,
+            "read_cache": request.read_cache,
+            "parked_on": list(parked_on),
+        },
+    }
+
+
+def _selection(plugin: Any) -> dict[str, Any]:
+    return {"name": plugin.name, "options": plugin.options.model_dump(mode="json")}
