@@ -42,19 +42,22 @@ def recognises(data: Trace) -> bool:
     return isinstance(config, Mapping) and "num_blocks" in config and "requests" in data and "trace" in data
 
 
-def replay(data: Trace, policies: Sequence[Policy] = ()) -> Report:
+def replay(data: Trace, policies: Sequence[Policy] = (), kvcache: KVCache | None = None) -> Report:
     """Decide the workload anew and compare each step; stops at the first difference.
 
     Args:
         policies: run with these plugins beside the scheduler.
-
+        kvcache: instead of ``paged``. Another cache has other page numbers: these are then not compared.
     """
-    replayer = Replayer(data, policies)
+    replayer = Replayer(data, policies, kvcache)
+    ignored = () if kvcache is None else ("new_blocks",)
     core = replayer.core
     try:
         for record in data["trace"]:
             decided = replayer.step(record["step"])
             recorded = {name: record.get(name, default) for name, default in DEFAULTS.items()}
+            for name in ignored:
+                recorded[name] = decided[name] = {}
             if decided != recorded:
                 return Report(data["name"], record["step"], Divergence(record["step"], recorded, decided))
     finally:
@@ -115,7 +118,7 @@ class RecordedModel(Executor):
         return tuple(output[: accepted + 1])
 
 
-def _core(data: Trace, executor: RecordedModel, policies: Sequence[Policy]) -> EngineCore:
+def _core(data: Trace, executor: RecordedModel, policies: Sequence[Policy], kv: KVCache | None) -> EngineCore:
     config = data["config"]
     decisions = {
         "policy": config["policy"],
@@ -131,7 +134,7 @@ def _core(data: Trace, executor: RecordedModel, policies: Sequence[Policy]) -> E
         "drop_last_page": config["eagle_drop_last_block"],
     }
     scheduler = make("scheduler", "unified", decisions)
-    kv = make("kvcache", "paged", caching)
+    kv = kv or make("kvcache", "paged", caching)
     assert isinstance(scheduler, Scheduler)
     assert isinstance(kv, KVCache)
     limits = Limits(
@@ -159,15 +162,16 @@ class Replayer:
     Args:
         data: the trace.
         policies: plugins that run beside the scheduler.
+        kvcache: instead of ``paged``.
     """
 
-    def __init__(self, data: Trace, policies: Sequence[Policy] = ()) -> None:
+    def __init__(self, data: Trace, policies: Sequence[Policy] = (), kvcache: KVCache | None = None) -> None:
         config = data["config"]
         self._data = data
         self._overlap: bool = config["async"]
         self._model = RecordedModel(data["requests"], config["max_model_len"], overlap=self._overlap)
         self._flying: deque[Outcome] = deque()  # computed and not committed
-        self.core = _core(data, self._model, policies)
+        self.core = _core(data, self._model, policies, kvcache)
 
     def step(self, number: int) -> dict[str, Any]:
         """One step as recorded: arrivals, aborts, actions, the plan, its outcome (overlap: that of the step before)."""

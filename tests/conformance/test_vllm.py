@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.core.registry import make
 from engine.core.replay import vllm
 from engine.testing import DoNothing
 
@@ -63,3 +64,63 @@ def test_a_recording_that_differs_is_told_with_its_first_step(name, field, spoil
     assert not report.equal
     assert report.divergence.step == step["step"]
     assert f"! {field}" in "\n".join(report.divergence.lines())
+
+
+BLOCK_GRANULAR = {
+    "async_prefix_multi_turn",
+    "async_spec_eagle",
+    "async_spec_preempt",
+    "fuzz_async_01",
+    "fuzz_async_03",
+    "fuzz_async_04",
+    "fuzz_async_priority_00",
+    "fuzz_async_tight_00",
+    "fuzz_async_tight_01",
+    "fuzz_fcfs_00",
+    "fuzz_fcfs_03",
+    "fuzz_fcfs_04",
+    "fuzz_large_00",
+    "fuzz_large_01",
+    "fuzz_priority_02",
+    "fuzz_spec_eagle_00",
+    "fuzz_spec_ngram_01",
+    "fuzz_tight_00",
+    "fuzz_tight_02",
+    "fuzz_tight_03",
+    "lru_eviction_order",
+    "lru_touch_refresh",
+    "preempt_mid_prefill",
+    "preempt_rehit_cache",
+    "preempt_shared_prefix",
+    "preempt_thrash",
+    "prefix_duplicate_decode_blocks",
+    "prefix_same_step_identical",
+    "prefix_same_step_identical_chunked",
+    "prefix_skip_read_duplicates",
+    "priority_needy_chunk_not_enlarged",
+    "priority_preempt",
+    "priority_self_victim",
+    "priority_thrash",
+    "priority_ties",
+    "priority_victim_tokens_returned",
+    "spec_eagle_drop_block",
+    "spec_ngram_preempt",
+}
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_over_the_radix_cache_only_the_granularity_of_caching_differs(name):
+    """``unified`` over ``radix``: the same decisions, until the caches hold something else.
+
+    ``paged`` can match a page as soon as it is planned, also one of a decode, and keeps equal pages twice; ``radix``
+    matches prompts once they are computed and outputs once they end, and keeps one copy. So recordings part where a hit
+    is longer or shorter, or where other pages are free; everything else of that step follows from these two.
+    """
+    config = TRACES[name]["config"]
+    kv = make("kvcache", "radix", {"enable_prefix_caching": config["enable_prefix_caching"]})
+    report = vllm.replay(TRACES[name], kvcache=kv)
+    assert report.equal == (name not in BLOCK_GRANULAR)
+    if report.divergence is not None:
+        recorded, decided = report.divergence.recorded, report.divergence.decided
+        parted = {field for field in recorded if recorded[field] != decided[field]}
+        assert parted & {"cached_tokens", "free_blocks"}, parted
