@@ -404,8 +404,7 @@ class Step:
         publication = self._kv.publish(request, upto)
         if publication.keys:
             self.journal.setdefault(request, []).extend(publication.keys)
-            for page in request.pages[before // size : upto // size]:
-                self.fresh[page] = request
+            self.fresh.update(dict.fromkeys(request.pages[max(0, before) // size : upto // size], request))
 
     def _reach(self, upto: int, lookahead: int) -> int:
         """Tokens to have pages for: no sequence grows beyond the model's length."""

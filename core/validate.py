@@ -90,7 +90,10 @@ def _check_prompt(tokens: Sequence[int], limits: Limits) -> None:
 
 def _check_token_ids(field: str, tokens: Sequence[int], limits: Limits) -> None:
     # The usual case at the speed of the interpreter's own loops: long prompts are checked twice, here and at home.
-    if set(map(type, tokens)) <= {int} and (not tokens or (min(tokens) >= 0 and max(tokens) < limits.vocab_size)):
+    count = len(tokens)
+    if list(map(type, tokens)).count(int) == count and (
+        not count or (min(tokens) >= 0 and max(tokens) < limits.vocab_size)
+    ):
         return
     for token in tokens:
         if type(token) is not int:

@@ -23,7 +23,7 @@ from itertools import islice
 from pydantic import Field
 
 from engine.core.errors import InvariantViolation
-from engine.core.identity import page_digest
+from engine.core.identity import page_digests
 from engine.core.plan import Candidate, KVNumbers
 from engine.core.protocols import Context, KVCache, Match, PluginOptions, Publication
 from engine.core.request import Request
@@ -55,9 +55,11 @@ class PagedCache(KVCache):
         self._pool = context.pool
         self._page_size = context.pool.page_size
         self._caching: bool = self.options.enable_prefix_caching
-        self._refs: dict[int, int] = {}
-        self._key_of: dict[int, bytes] = {}
-        self._pages_of: dict[bytes, list[int]] = {}  # oldest copy first: equal pages computed twice are both kept
+        pages = self._pool.num_pages
+        self._refs = [0] * pages  # requests that use the page
+        self._used = 0  # pages that somebody uses
+        self._key_of: list[bytes | None] = [None] * pages
+        self._pages_of: dict[bytes, int | list[int]] = {}  # copies, the oldest first: computed twice, both are kept
         self._idle: dict[int, None] = {}  # insertion order is the order of eviction
 
     # ---- the protocol
@@ -66,32 +68,42 @@ class PagedCache(KVCache):
         """Whole pages whose digests are known, at most ``num_tokens - 1`` tokens. Mutates nothing."""
         if not self._caching:
             return Match(0, (), 0)
+        pages_of, resting = self._pages_of, self._idle
         pages: list[int] = []
         idle = 0
         longest = (request.num_tokens - 1) // self._page_size
         for digest in islice(self._digests(request, longest), longest):
-            copies = self._pages_of.get(digest)
+            copies = pages_of.get(digest)
             if copies is None:
                 break
-            pages.append(copies[0])
-            idle += copies[0] in self._idle
+            page = copies if isinstance(copies, int) else copies[0]
+            pages.append(page)
+            if page in resting:
+                idle += 1
         if pages and self.options.drop_last_page:
-            idle -= pages.pop() in self._idle
+            idle -= pages.pop() in resting
         return Match(len(pages) * self._page_size, pages, idle)
 
     def adopt(self, request: Request, match: Match) -> list[int]:
         """Count the request among the users of the matched pages. Mutates."""
+        refs, idle = self._refs, self._idle
         for page in match.pages:
-            self._refs[page] = self._refs.get(page, 0) + 1
-            self._idle.pop(page, None)
+            if refs[page]:
+                refs[page] += 1
+            else:
+                refs[page] = 1
+                self._used += 1
+                del idle[page]
         self._chain(request).published = len(match.pages)
         return list(match.pages)
 
     def take(self, request: Request, count: int) -> list[int]:
         """Private pages off the front of the free queue. Mutates."""
         pages = self._pool.take(count)
+        refs = self._refs
         for page in pages:
-            self._refs[page] = 1
+            refs[page] = 1
+        self._used += count
         return pages
 
     def publish(self, request: Request, upto: int) -> Publication:
@@ -100,15 +112,18 @@ class PagedCache(KVCache):
         if not self._caching:
             return Publication()
         chain = self._chain(request)
-        if full <= chain.published:
+        first = chain.published
+        if full <= first:
             return Publication()
-        digests = self._digests(request, full)
-        keys: list[object] = []
-        for number in range(chain.published, full):
-            page, digest = request.pages[number], digests[number]
-            self._key_of[page] = digest
-            self._pages_of.setdefault(digest, []).append(page)
-            keys.append((page, digest))
+        keys = list(zip(request.pages[first:full], self._digests(request, full)[first:full], strict=True))
+        key_of, pages_of = self._key_of, self._pages_of
+        for page, digest in keys:
+            key_of[page] = digest
+            copies = pages_of.setdefault(digest, page)
+            if isinstance(copies, list):
+                copies.append(page)
+            elif copies != page:
+                pages_of[digest] = [copies, page]
         chain.published = full
         return Publication(keys)
 
@@ -118,7 +133,7 @@ class PagedCache(KVCache):
             if not isinstance(key, tuple):
                 continue
             page, digest = key
-            if self._key_of.get(page) == digest:
+            if self._key_of[page] == digest:
                 self._forget(page)
                 if page in self._idle:
                     del self._idle[page]
@@ -127,14 +142,14 @@ class PagedCache(KVCache):
     def release(self, request: Request, keep: int) -> None:
         """One user fewer for each page, tail first. Content keeps its key until the page is reused. Mutates."""
         freed: list[int] = []
+        refs, key_of, idle = self._refs, self._key_of, self._idle
         for page in reversed(request.pages):
-            left = self._refs[page] - 1
+            left = refs[page] = refs[page] - 1
             if left:
-                self._refs[page] = left
                 continue
-            del self._refs[page]
-            if page in self._key_of:
-                self._idle[page] = None
+            self._used -= 1
+            if key_of[page] is not None:
+                idle[page] = None
             else:
                 freed.append(page)
         self._chain(request).published = 0
@@ -143,12 +158,7 @@ class PagedCache(KVCache):
 
     def victims(self, need: int) -> Sequence[object]:
         """The idle pages that were released first. Does not mutate."""
-        found: list[object] = []
-        for page in self._idle:
-            if len(found) >= need:
-                break
-            found.append(page)
-        return found
+        return list(islice(self._idle, need))
 
     def candidates(self) -> Sequence[Candidate]:
         """Idle pages, first to go first. Does not mutate."""
@@ -169,28 +179,31 @@ class PagedCache(KVCache):
 
     def numbers(self) -> KVNumbers:
         """Free, idle and used pages. Does not mutate."""
-        idle = len(self._idle)
         pool = self._pool
-        return KVNumbers(pool.num_pages, pool.num_free, idle, len(self._refs), pool.page_size)
+        return KVNumbers(pool.num_pages, pool.num_free, len(self._idle), self._used, pool.page_size)
 
     def reset(self) -> None:
         """Drop everything idle; pages in use lose their keys and are not matched again. Mutates."""
         self.drop(list(self._idle))
-        for page in list(self._key_of):
-            self._forget(page)
+        for page, key in enumerate(self._key_of):
+            if key is not None:
+                self._forget(page)
 
     def check(self, requests: Iterable[Request]) -> None:
         """Reference counts equal the page tables; keys, idle pages and the pool agree. Does not mutate."""
         users = Counter(page for request in requests for page in request.pages)
-        if users != Counter(self._refs):
-            wrong = {page: (users[page], self._refs.get(page)) for page in set(users) ^ set(self._refs)} or "counts"
+        used = {page: refs for page, refs in enumerate(self._refs) if refs}
+        if users != Counter(used) or len(used) != self._used:
+            wrong = {page: (users[page], used.get(page)) for page in set(users) ^ set(used)} or "counts"
             raise InvariantViolation(f"paged: references differ from page tables: {wrong}")
-        if set(self._idle) & set(self._refs) or not set(self._idle) <= set(self._key_of):
+        keyed = {page: key for page, key in enumerate(self._key_of) if key is not None}
+        if set(self._idle) & set(used) or not set(self._idle) <= set(keyed):
             raise InvariantViolation("paged: an idle page is in use or has no key")
-        if set(self._refs) | set(self._idle) != self._pool.held:
+        if set(used) | set(self._idle) != self._pool.held:
             raise InvariantViolation("paged: pages lost: held by the cache and neither used nor idle")
-        indexed = {page: digest for digest, pages in self._pages_of.items() for page in pages}
-        if indexed != self._key_of or not set(self._key_of) <= self._pool.held:
+        copies = {digest: [pages] if isinstance(pages, int) else pages for digest, pages in self._pages_of.items()}
+        indexed = {page: digest for digest, pages in copies.items() for page in pages}
+        if indexed != keyed or not set(keyed) <= self._pool.held:
             raise InvariantViolation("paged: the index differs from the pages' keys")
 
     # ---- inside
@@ -203,15 +216,21 @@ class PagedCache(KVCache):
     def _digests(self, request: Request, count: int) -> list[bytes]:
         """The digests of the request's first ``count`` pages, or more; computed once, as tokens become known."""
         digests = self._chain(request).digests
-        size, tokens = self._page_size, request.tokens
-        for number in range(len(digests), count):
+        known = len(digests)
+        if known < count:
+            size = self._page_size
             parent = digests[-1] if digests else request.namespace
-            digests.append(page_digest(parent, tokens[number * size : (number + 1) * size]))
+            digests += page_digests(parent, request.tokens[known * size : count * size], size)
         return digests
 
     def _forget(self, page: int) -> None:
-        digest = self._key_of.pop(page)
+        digest = self._key_of[page]
+        assert digest is not None
+        self._key_of[page] = None
         copies = self._pages_of[digest]
-        copies.remove(page)
-        if not copies:
+        if isinstance(copies, int):
             del self._pages_of[digest]
+        elif len(copies) > 2:
+            copies.remove(page)
+        else:
+            self._pages_of[digest] = copies[copies[0] == page]  # the other of the two
