@@ -12,7 +12,7 @@ from engine.core.request import Finish
 class StepStats(NamedTuple):
     """One plan in numbers."""
 
-    index: int
+    step: int
     mode: str
     rows: int
     tokens: int
@@ -33,7 +33,7 @@ def step_stats(plan: Plan) -> StepStats:
     rows = zip(plan.requests, plan.starts, strict=True)
     decodes = sum(start >= request.prefill_target for request, start in rows)
     return StepStats(
-        index=plan.index,
+        step=plan.index,
         mode=plan.mode,
         rows=len(plan.requests),
         tokens=plan.total_tokens,

@@ -177,7 +177,7 @@ def _core(config: Mapping[str, Any], policies: Sequence[Policy]) -> EngineCore:
 
 def _apply(core: EngineCore, kind: str, what: Any, plans: list[Plan]) -> None:
     if kind == "add":
-        params = SamplingParams(**{k: tuple(v) if isinstance(v, list) else v for k, v in what["params"].items()})
+        params = SamplingParams(**_frozen(what["params"]))
         core.add(what["tokens"], params, **what["more"])
     elif kind == "commit":
         errors = {int(row): words for row, words in what.get("errors", {}).items()}
@@ -209,6 +209,10 @@ def _entry(request: Request, salt: str, parked_on: Sequence[str]) -> dict[str, A
             "parked_on": list(parked_on),
         },
     }
+
+
+def _frozen(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def _selection(plugin: Any) -> dict[str, Any]:

@@ -134,9 +134,9 @@ def _core(data: Trace, executor: RecordedModel, policies: Sequence[Policy], kv: 
         "drop_last_page": config["eagle_drop_last_block"],
     }
     scheduler = make("scheduler", "unified", decisions)
-    kv = kv or make("kvcache", "paged", caching)
+    cache = kv or make("kvcache", "paged", caching)
     assert isinstance(scheduler, Scheduler)
-    assert isinstance(kv, KVCache)
+    assert isinstance(cache, KVCache)
     limits = Limits(
         max_model_len=config["max_model_len"],
         max_batch_tokens=config["max_num_scheduled_tokens"],
@@ -149,7 +149,7 @@ def _core(data: Trace, executor: RecordedModel, policies: Sequence[Policy], kv: 
         limits=limits,
         model=executor.load(),
         scheduler=scheduler,
-        kv=kv,
+        kv=cache,
         executor=executor,
         policies=policies,
         overlap=config["async"],
