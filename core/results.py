@@ -63,9 +63,9 @@ class ResultApplier:
                 request.lagging = True
             computed += count
             request.computed += count
-            if publishes:
-                self._publish(request, count)
             if not tokens:
+                if publishes:
+                    self._publish(request, count)
                 continue
             if len(tokens) == 1 and 0 <= (token := tokens[0]) < vocab and token not in request.stop_ids:
                 # The steady state: one token that can only end the request by its length.
@@ -77,10 +77,13 @@ class ResultApplier:
             else:
                 tokens = self._append(request, tokens)
                 output += len(tokens)
-            if request.finish is not None:
+            if request.finish is not None:  # its release publishes what it leaves behind
                 finished.append(request)
-            elif proposals:
-                request.drafts = proposals.get(row, ())
+            else:
+                if publishes:
+                    self._publish(request, count)
+                if proposals:
+                    request.drafts = proposals.get(row, ())
             outbox.append(delta(request, tokens))
         self._counters.computed_tokens += computed
         self._counters.output_tokens += output
@@ -112,11 +115,12 @@ class ResultApplier:
         finish(request, Finish.LENGTH, detail, self._counters)
 
     def _publish(self, request: Request, count: int) -> None:
-        """Publish committed tokens, where a page was completed (and, for ``prefilled`` caches, by a prefill)."""
+        """Publish committed tokens where a page was completed; for ``prefilled`` caches, where a prefill was."""
         upto = request.computed
-        if upto // self._page_size == (upto - count) // self._page_size:
-            return
-        if self._kv.publish_when == "prefilled" and upto > request.prefill_target:
+        if self._kv.publish_when == "prefilled":
+            if not upto - count < request.prefill_target <= upto:
+                return
+        elif upto // self._page_size == (upto - count) // self._page_size:
             return
         pages = self._kv.publish(request, upto).pages
         if pages is not None:

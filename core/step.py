@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from engine.core.errors import InvariantViolation
 from engine.core.plan import KVNumbers, Plan, Reject, Room, Wait, Why
+from engine.core.protocols import Match
 from engine.core.request import Request, State
 from engine.core.view import StepView
 
@@ -43,6 +44,8 @@ class Step:
         "_drafts",
         "_fresh",
         "_kv",
+        "_prefilled",
+        "_published",
         "_rows",
         "_size",
         "_starts",
@@ -71,6 +74,8 @@ class Step:
         self.preempted: list[Request] = []
         self.evicted = 0
         self.journal: dict[Request, list[object]] = {}  # keys that this step published before they are computed
+        self._prefilled = core.kv.publish_when == "prefilled"
+        self._published: set[Request] = set()  # prompts in progress that were published in this step
         self._rows: dict[Request, int] = {}
         self._starts: dict[Request, int] = {}
         self._drafts: dict[Request, tuple[int, ...]] = {}
@@ -116,6 +121,15 @@ class Step:
         """Length of the request's cached prefix in tokens, looked up once a step. Pins nothing."""
         return self._core.arbiter.cached(request)
 
+    def prefix(self, request: Request) -> Match:
+        """What the cache has of all the request's tokens (``KVCache.probe``), looked up once a step. Pins nothing."""
+        return self._core.arbiter.prefix(request)
+
+    @property
+    def caching(self) -> bool:
+        """Whether the KV cache remembers prefixes at all."""
+        return self._kv.caching
+
     def queue(self) -> Iterator[Request]:
         """Waiting requests, after ``order`` and ``admit``, lazily. Start them or not; stop when you like."""
         core = self._core
@@ -150,6 +164,8 @@ class Step:
             return self._refuse(request, Why.TOKEN_BUDGET if self.budget <= 0 else Why.NOTHING_OWED)
         if request.state is not State.RUNNING or self.plan is not None:
             return self._refuse(request, Why.NOTHING_OWED)
+        if self._prefilled and request.computed < request.prefill_target:
+            self.publish(request)
         upto = request.computed + request.in_flight + count
         short = self._kv.short(request, self._reach(upto, lookahead))
         if short > 0 and not self._take(request, short):
@@ -185,6 +201,19 @@ class Step:
         self.budget = budget
         return len(requests)
 
+    def publish(self, request: Request) -> None:
+        """Make the computed part of a prompt in progress matchable, if its cache keeps that for the next chunk.
+
+        ``grant`` does it too; call it where the queue must see it already. Does nothing for other requests.
+        """
+        if not self._prefilled or request in self._published or request.state is not State.RUNNING:
+            return
+        if 0 < request.computed < request.prefill_target:
+            self._published.add(request)
+            pages = self._kv.publish(request, request.computed).pages
+            if pages is not None:
+                request.pages = pages
+
     def start(self, request: Request, tokens: int | Decide, *, lookahead: int = 0, padding: int = 0) -> int:
         """Admit a waiting request: look its prefix up, check, pin, take pages. One transaction; all or nothing.
 
@@ -212,7 +241,7 @@ class Step:
         if count <= 0:
             return self._refuse(request, Why.TOKEN_BUDGET)
         upto = match.tokens + count
-        short = -(-self._reach(upto, lookahead) // self._size) - len(match.pages)
+        short = -(-self._reach(upto, lookahead) // self._size) - match.tokens // self._size
         if short > room.pinned_available:
             return self._refuse(request, Why.PAGES)
         adopted = self._kv.adopt(request, match)
