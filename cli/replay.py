@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from engine.core.errors import ConfigError
-from engine.core.replay import vllm
+from engine.core.replay import sglang, vllm
 from engine.core.replay.report import NotReplayable, Report
 
 EXIT_DIFFERENT = 1
@@ -35,12 +35,13 @@ def replay(
 def _replay(path: Path) -> Report:
     data = _read(path)
     name = str(data.get("name", path.stem))
-    if not vllm.recognises(data):
-        return Report(name, 0, unsupported="not a trace of a known kind")
     try:
-        return vllm.replay(data)
+        for kind in (vllm, sglang):
+            if kind.recognises(data):
+                return kind.replay(data)
     except NotReplayable as error:
         return Report(name, 0, unsupported=str(error))
+    return Report(name, 0, unsupported="not a trace of a known kind")
 
 
 def _read(path: Path) -> Mapping[str, Any]:

@@ -8,10 +8,8 @@ may still generate; the ratio decays while all goes well and is measured anew af
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal
 
 from pydantic import Field
 
@@ -21,13 +19,13 @@ from engine.core.plan import EvictionPool, Outcome, Plan, Room, Why
 from engine.core.protocols import Context, PluginOptions, Scheduler
 from engine.core.request import Request, State
 from engine.core.step import Step
+from engine.plugins.schedulers._radix_policy import PolicyName, QueueOrder
 
 CLIP_NEW_TOKENS = 4096  # nobody reserves more output than this
 INIT_RATIO = 0.7
 MIN_RATIO_FACTOR = 0.14
 DECAY_STEPS = 600
 RETRACT_STEPS = 20  # after a retraction, room for so many more decode steps is assumed
-LPM_QUEUE_LIMIT = 128  # above so many waiting, matching all of them costs more than it brings
 
 
 class RadixScheduler(Scheduler):
@@ -37,9 +35,12 @@ class RadixScheduler(Scheduler):
     aliases = ("sglang",)
 
     class Options(PluginOptions):
-        policy: Literal["fcfs", "lpm", "lof", "random"] = Field(
-            "fcfs", description="queue order: arrival, longest cached prefix, longest output, random"
+        policy: PolicyName = Field(
+            "fcfs",
+            description="queue order: as they came, longest cached prefix, the cache's tree depth first, longest "
+            "output, random, the routing key that most of the running share",
         )
+        enable_priority_scheduling: bool = Field(False, description="the requests' priority goes before the policy")
         chunked_prefill_size: int | None = Field(
             None, description="most prompt tokens a step; -1: prompts are never cut (default: max_batch_tokens)"
         )
@@ -73,7 +74,9 @@ class RadixScheduler(Scheduler):
         self.init_ratio = min(INIT_RATIO * self.options.schedule_conservativeness, 1.0)
         self.min_ratio = self.init_ratio * MIN_RATIO_FACTOR
         self.new_token_ratio = self.init_ratio
-        self._random = random.Random(self.options.seed)
+        self.queue_order = QueueOrder(
+            self.options.policy, priorities=self.options.enable_priority_scheduling, seed=self.options.seed
+        )
 
     # ---- hooks
 
@@ -92,14 +95,7 @@ class RadixScheduler(Scheduler):
     @hookimpl
     def order(self, step: Step, waiting: Sequence[Request]) -> Sequence[Request] | None:
         """The policy's order; stable, so that equals keep theirs."""
-        policy = self.options.policy
-        if policy == "lpm" and len(waiting) <= LPM_QUEUE_LIMIT:
-            return sorted(waiting, key=lambda request: -step.cached(request))
-        if policy == "lof":
-            return sorted(waiting, key=lambda request: -request.max_new)
-        if policy == "random":
-            return self._random.sample(list(waiting), len(waiting))
-        return None
+        return self.queue_order.order(step, waiting)
 
     @hookimpl
     def evict(self, pool: EvictionPool) -> Sequence[object] | None:
