@@ -33,6 +33,7 @@ class Step:
         index: number of the step.
         budget: tokens that may still be granted.
         refused: why the last ``grant`` or ``start`` gave nothing.
+        taken: pages taken for grants of this step so far.
         override: True when the core asks again after an empty plan: objections of policies are ignored, and a
             scheduler should let the head of the queue in if it fits at all.
     """
@@ -41,6 +42,7 @@ class Step:
         "_adopters",
         "_asked",
         "_core",
+        "_deferred",
         "_drafts",
         "_fresh",
         "_kv",
@@ -59,6 +61,7 @@ class Step:
         "plan",
         "preempted",
         "refused",
+        "taken",
         "view",
     )
 
@@ -73,9 +76,11 @@ class Step:
         self.admitted: list[Request] = []
         self.preempted: list[Request] = []
         self.evicted = 0
+        self.taken = 0
         self.journal: dict[Request, list[object]] = {}  # keys that this step published before they are computed
         self._prefilled = core.kv.publish_when == "prefilled"
         self._published: set[Request] = set()  # prompts in progress that were published in this step
+        self._deferred: dict[Request, int] = {}  # pages granted but not taken yet
         self._rows: dict[Request, int] = {}
         self._starts: dict[Request, int] = {}
         self._drafts: dict[Request, tuple[int, ...]] = {}
@@ -153,11 +158,12 @@ class Step:
         """Record why a request got nothing in this step. The last note stands."""
         self._waits[request.id] = (why, words)
 
-    def grant(self, request: Request, tokens: int, lookahead: int = 0) -> int:
+    def grant(self, request: Request, tokens: int, lookahead: int = 0, *, defer: bool = False) -> int:
         """Plan up to ``tokens`` more tokens of a running request; returns how many, 0 with ``step.refused`` set.
 
         Never more than its debt (its drafts come last) or the budget; drafts that do not fit are forgotten. Pages are
         taken, asking ``evict`` (kind ``cache``) when short; ``lookahead`` asks for pages for so many tokens more.
+        ``defer`` as for ``start``.
         """
         count = min(tokens, request.debt, self.budget)
         if count <= 0:
@@ -167,8 +173,8 @@ class Step:
         if self._prefilled and request.computed < request.prefill_target:
             self.publish(request)
         upto = request.computed + request.in_flight + count
-        short = self._kv.short(request, self._reach(upto, lookahead))
-        if short > 0 and not self._take(request, short):
+        short = self._kv.short(request, self._reach(upto, lookahead)) - self._deferred.get(request, 0)
+        if short > 0 and not self._take(request, short, defer=defer):
             return self._refuse(request, Why.PAGES)
         self._record(request, count, upto)
         return count
@@ -214,7 +220,9 @@ class Step:
             if pages is not None:
                 request.pages = pages
 
-    def start(self, request: Request, tokens: int | Decide, *, lookahead: int = 0, padding: int = 0) -> int:
+    def start(
+        self, request: Request, tokens: int | Decide, *, lookahead: int = 0, padding: int = 0, defer: bool = False
+    ) -> int:
         """Admit a waiting request: look its prefix up, check, pin, take pages. One transaction; all or nothing.
 
         Args:
@@ -223,6 +231,9 @@ class Step:
                 why none. The function sees the page counts before and after the pin.
             lookahead: pages for so many tokens more.
             padding: it may be granted so many tokens more than it owes, as drafts that never match.
+            defer: take the pages at ``settle`` or when the step is sealed, so that candidates that come later still
+                find what would be evicted for this one. That there are pages enough is certain now. Caches that
+                publish when planned need the pages at once and get them.
 
         Returns the tokens granted (after the cached prefix), 0 with ``step.refused`` set and nothing changed.
         """
@@ -242,11 +253,11 @@ class Step:
             return self._refuse(request, Why.TOKEN_BUDGET)
         upto = match.tokens + count
         short = -(-self._reach(upto, lookahead) // self._size) - match.tokens // self._size
-        if short > room.pinned_available:
+        if short > room.pinned_available - sum(self._deferred.values()):
             return self._refuse(request, Why.PAGES)
         adopted = self._kv.adopt(request, match)
         request.pages = list(adopted)
-        if short > 0 and not self._take(request, short):
+        if short > 0 and not self._take(request, short, defer=defer):
             self._kv.release(request, keep=0)
             request.pages = []
             return self._refuse(request, Why.PAGES)
@@ -258,6 +269,21 @@ class Step:
         self._waits.pop(request.id, None)
         self._record(request, count, upto)
         return count
+
+    def free_up(self, pages: int) -> bool:
+        """Evict idle content until ``pages`` are free, or nothing is left to evict. True if so many are free."""
+        numbers = self._kv.numbers()
+        if pages > numbers.free and numbers.evictable:
+            self._core.arbiter.free_up(min(pages, numbers.available), self)
+            numbers = self._kv.numbers()
+        return pages <= numbers.free
+
+    def settle(self) -> None:
+        """Take the pages of all deferred grants. Sealing does it too."""
+        deferred, self._deferred = self._deferred, {}
+        for request, count in deferred.items():
+            if not self._take(request, count):  # only where a plugin's eviction freed less than it counted
+                self.preempt(victim=request)
 
     def preempt(
         self, needy: Request | None = None, victim: Request | None = None, *, front: bool = True
@@ -312,6 +338,7 @@ class Step:
         """
         if self.plan is not None:
             raise InvariantViolation("a step is sealed once")
+        self.settle()
         requests = tuple(self._rows)
         counts = tuple(self._rows.values())
         starts = tuple(self._starts[request] for request in requests)
@@ -367,10 +394,16 @@ class Step:
         """Tokens to have pages for: no sequence grows beyond the model's length."""
         return min(upto + lookahead, self._core.limits.max_model_len) if lookahead else upto
 
-    def _take(self, request: Request, count: int) -> bool:
+    def _take(self, request: Request, count: int, *, defer: bool = False) -> bool:
+        if (defer or self._deferred) and count > self._kv.numbers().available - sum(self._deferred.values()):
+            return False
+        if defer and self._kv.publish_when != "planned":
+            self._deferred[request] = self._deferred.get(request, 0) + count
+            return True
         if not self._core.arbiter.free_up(count, self):
             return False
         request.pages.extend(self._kv.take(request, count))
+        self.taken += count
         return True
 
     def _revoke(self, request: Request) -> None:
@@ -378,6 +411,7 @@ class Step:
         if not count:
             return
         del self._starts[request]
+        self._deferred.pop(request, None)
         self._drafts.pop(request, None)
         request.in_flight -= count
         self.budget += count
