@@ -132,6 +132,13 @@ class Scheduler(Plugin, ABC):
         """
         return None
 
+    def displace(self, waiting: Iterable[Request], priority: int) -> Request | None:
+        """The queue is full: which request is to be aborted for a newcomer of this priority; ``None``: refuse it."""
+        return None
+
+    def on_idle(self) -> None:
+        """Nothing is left to do: the next request comes to an empty engine."""
+
     def on_preempt(self, request: Request) -> None:
         """The request gave up its pages and is about to be queued again; forget it among those that run."""
 
