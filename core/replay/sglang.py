@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from engine.core.replay import sglang_policy, sglang_radix
+from engine.core.replay import sglang_adder, sglang_loop, sglang_policy, sglang_radix
 from engine.core.replay.report import NotReplayable, Report
 
 Trace = Mapping[str, Any]
@@ -19,6 +19,8 @@ Trace = Mapping[str, Any]
 LEVELS: Mapping[str, Callable[[Trace], Report]] = {
     "radix": sglang_radix.replay,
     "policy": sglang_policy.replay,
+    "adder": sglang_adder.replay,
+    "loop": sglang_loop.replay,
 }
 
 

@@ -105,7 +105,11 @@ def submit(core: EngineCore, entry: Trace, config: Trace) -> Request:
     max_tokens = entry.get("max_tokens")
     request = core.add(
         entry["prompt"],
-        SamplingParams(max_tokens=DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens),
+        SamplingParams(
+            max_tokens=DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens,
+            stop_token_ids=tuple(entry.get("stop_token_ids") or ()),
+            ignore_eos=bool(entry.get("ignore_eos")),
+        ),
         request_id=entry["id"],
         priority=priority_of(entry, config),
         salt=entry.get("cache_salt") or "",

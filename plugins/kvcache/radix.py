@@ -108,13 +108,16 @@ class RadixCache(KVCache):
         """Nothing is ever published before it is committed. Does nothing."""
 
     def release(self, request: Request, keep: int) -> None:
-        """Unpin the path and return the private pages, after inserting the first ``keep`` tokens. Mutates."""
+        """Unpin the path and return the private pages, after inserting the first ``keep`` tokens. Mutates.
+
+        Of a prompt in progress nothing is inserted: what it has published stays.
+        """
         hold = request.kv_state
         if not isinstance(hold, Hold) or hold.node is None:
             return
         covered = hold.pages
         full = min(keep // self._page_size, len(request.pages))
-        if self.caching and full and full >= covered:
+        if self.caching and full and full >= covered and request.computed >= request.prefill_target:
             self._insert(request, hold, full, chunked=False)
             covered = full
         rest = request.pages[covered:]

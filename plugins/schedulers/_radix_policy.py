@@ -80,12 +80,12 @@ class QueueOrder:
         self.postponed.update(siblings(waiting, prefixes))
         if policy == "dfs-weight" and any(prefix.handle is not None for prefix in prefixes):
             return depth_first(waiting, prefixes)
-        worth = {
+        worth: dict[Request, int] = {
             request: min(prefix.tokens, request.num_tokens - 1)
             for request, prefix in zip(waiting, prefixes, strict=True)
         }
-        postponed = self.postponed
-        return sorted(waiting, key=lambda request: (request in postponed, -worth[request]))
+        worth.update(dict.fromkeys(self.postponed, -1))
+        return sorted(waiting, key=lambda request: -worth[request])
 
 
 def siblings(waiting: Sequence[Request], prefixes: Sequence[Match]) -> list[Request]:
