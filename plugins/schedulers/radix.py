@@ -150,6 +150,8 @@ class RadixScheduler(Scheduler):
 
     def _merge_last(self, step: Step) -> None:
         """Those whose prompt was completed in the last step join the batch."""
+        if self.chunked is not None and self.chunked.finished:  # its row failed
+            self.chunked = None
         if self.chunked is not None:
             step.publish(self.chunked)
         joining = [r for r in self.last if r is not self.chunked and r.state is State.RUNNING]
