@@ -52,7 +52,8 @@ class ResultApplier:
         plan = outcome.plan
         errors, drafts, proposals = outcome.errors, plan.drafts, outcome.proposals
         vocab, size, overlap = self._vocab, self._page_size, self._overlap
-        publishes, early = self._publishes, self._kv.publish_when == "planned"
+        publishes, when = self._publishes, self._kv.publish_when
+        early, prefilled = when == "planned", when == "prefilled"
         finished: list[Request] = []
         dropped: list[int] = []
         computed = output = 0
@@ -76,8 +77,8 @@ class ResultApplier:
                 computed += count
                 request.computed += count
                 if not tokens:
-                    if publishes and request.computed % size < count:
-                        self._publish(request, count)
+                    if publishes and not prefilled and request.computed % size < count:
+                        self._publish(request)
                     continue
             if len(tokens) == 1 and 0 <= (token := tokens[0]) < vocab and token not in request.stop_ids:
                 # The steady state: one token that can only end the request by its length.
@@ -89,8 +90,12 @@ class ResultApplier:
             else:
                 tokens = self._append(request, tokens)
                 output += len(tokens)
-            if publishes and (request.planned - request.pending if early else request.computed) % size < count:
-                self._publish(request, count)
+            if publishes and (
+                request.computed - count < request.prefill_target
+                if prefilled
+                else (request.planned - request.pending if early else request.computed) % size < count
+            ):
+                self._publish(request)
             if request.finish is not None:
                 finished.append(request)
                 outbox.append(delta(request, tokens))
@@ -149,15 +154,15 @@ class ResultApplier:
         """The request may not grow: its own limit, the model's, or the pool does not hold its next token's KV."""
         finish(request, Finish.LENGTH, "kv_capacity" if request.capped else None, self._counters)
 
-    def _publish(self, request: Request, count: int) -> None:
-        """Publish committed tokens, where a page was completed (and, for ``prefilled`` caches, by a prefill).
+    def _publish(self, request: Request) -> None:
+        """Publish committed tokens, where a page was completed; for ``prefilled`` caches, where a prefill was.
 
         What a request that ends has beyond that is kept, or not, when it lets go of its pages.
         """
         when, upto = self._kv.publish_when, request.computed
         if when == "planned":  # overlap mode: pages whose last token was not known when it was planned
             upto = min(request.planned - request.pending, len(request.tokens))  # tokens after an end are dropped
-        elif request.state is not State.RUNNING or (when == "prefilled" and upto > request.prefill_target):
+        elif request.state is not State.RUNNING or (when == "prefilled" and upto < request.prefill_target):
             return
         pages = self._kv.publish(request, upto).pages
         if pages is not None:

@@ -67,6 +67,7 @@ def test_a_recording_that_differs_is_told_with_its_first_step(name, field, spoil
 
 
 BLOCK_GRANULAR = {
+    "abort_mid_prefill",
     "async_prefix_multi_turn",
     "async_spec_eagle",
     "async_spec_preempt",
@@ -82,6 +83,7 @@ BLOCK_GRANULAR = {
     "fuzz_large_00",
     "fuzz_large_01",
     "fuzz_priority_02",
+    "fuzz_spec_draft_model_00",
     "fuzz_spec_eagle_00",
     "fuzz_spec_ngram_01",
     "fuzz_tight_00",
