@@ -168,6 +168,12 @@ class EngineCore:
         self.scheduler.on_end(request)
         self._let_go(request)
         self._outbox.append(delta(request, ()))
+        self._rest()
+
+    def _rest(self) -> None:
+        """Tell the scheduler once nothing is left to do."""
+        if not (self.running or len(self.waiting) or len(self.flight)):
+            self.scheduler.on_idle()
 
     def _let_go(self, request: Request) -> None:
         """Return all that a finished request holds. Content that was computed may stay cached."""
@@ -206,8 +212,6 @@ class EngineCore:
             self._complete(before)
         if self.flight.oldest is plan and not (plan and self.flight.overlap):
             self._complete(plan)
-        if not (self.running or len(self.waiting) or len(self.flight)):
-            self.scheduler.on_idle()
         return self.take_deltas()
 
     def _complete(self, plan: Plan) -> None:
@@ -272,6 +276,7 @@ class EngineCore:
         self.hooks.tell_commit(outcome)
         for request in outcome.finished:
             self._let_go(request)
+        self._rest()
         if self._audit:
             self.check()
 

@@ -30,9 +30,9 @@ def record(scheduler: str, kvcache: str, *, overlap: bool, seed: int = 0) -> dic
             core.add(prompt, SamplingParams(max_tokens=rng.randrange(1, 12)), salt="ab"[number % 2], parked_on=parked)
             for request_id in list(core.parked):
                 core.ready(request_id, "grammar")
-        if number == 12:
+        if number == 12 and core.running:
             core.abort(core.running[0].id)
-        if number == 15:
+        if number == 15 and core.running:
             executor.row_errors = {core.running[0].id: "injected"}
         executor.fail_next = int(number == 20)
         core.step()
