@@ -168,12 +168,6 @@ class EngineCore:
         self.scheduler.on_end(request)
         self._let_go(request)
         self._outbox.append(delta(request, ()))
-        self._rest()
-
-    def _rest(self) -> None:
-        """Tell the scheduler once nothing is left to do."""
-        if not (self.running or len(self.waiting) or len(self.flight)):
-            self.scheduler.on_idle()
 
     def _let_go(self, request: Request) -> None:
         """Return all that a finished request holds. Content that was computed may stay cached."""
@@ -212,7 +206,13 @@ class EngineCore:
             self._complete(before)
         if self.flight.oldest is plan and not (plan and self.flight.overlap):
             self._complete(plan)
+        if not (self.running or len(self.waiting) or len(self.flight)):
+            self.idle()
         return self.take_deltas()
+
+    def idle(self) -> None:
+        """Nothing is left to plan: tell the scheduler. ``step`` does; so does whoever plans and commits by hand."""
+        self.scheduler.on_idle()
 
     def _complete(self, plan: Plan) -> None:
         """Wait for a plan's outcome and commit it, or tell its requests that it failed."""
@@ -276,7 +276,6 @@ class EngineCore:
         self.hooks.tell_commit(outcome)
         for request in outcome.finished:
             self._let_go(request)
-        self._rest()
         if self._audit:
             self.check()
 

@@ -1,7 +1,7 @@
 """Recordings of our own runs: what was asked of an engine core, what the model answered, what was decided.
 
 A recording is a JSON object: ``config`` (limits, plugins by name with their options, loop), and ``events`` in order:
-``add``, ``ready``, ``abort``, ``plan`` (what was decided), ``commit`` (the tokens that the model gave) and ``fail``.
+``add``, ``ready``, ``abort``, ``plan`` (what was decided), ``commit`` (the tokens that the model gave), ``fail``, ``idle``.
 Replaying it asks the same of a new core and compares every plan, so it holds for any plugins, in both loop modes.
 """
 
@@ -84,6 +84,11 @@ class RecordingCore(EngineCore):
         """As ``EngineCore.abort``, recorded."""
         self._events.append({"abort": [request_id, finish.value]})
         return super().abort(request_id, finish, detail)
+
+    def idle(self) -> None:
+        """As ``EngineCore.idle``, recorded."""
+        self._events.append({"idle": True})
+        super().idle()
 
     def ready(self, request_id: str, what: str) -> None:
         """As ``EngineCore.ready``, recorded."""
@@ -187,6 +192,8 @@ def _apply(core: EngineCore, kind: str, what: Any, plans: list[Plan]) -> None:
     elif kind == "fail":
         core.fail_step(plans[0], what)
         plans.clear()
+    elif kind == "idle":
+        core.idle()
     elif kind == "abort":
         core.abort(what[0], Finish(what[1]))
     else:
