@@ -1,8 +1,8 @@
 """Recordings of our own runs: what was asked of an engine core, what the model answered, what was decided.
 
 A recording is a JSON object: ``config`` (limits, plugins by name with their options, loop), and ``events`` in order:
-``add``, ``ready``, ``abort``, ``plan`` (what was decided), ``commit`` (the tokens that the model gave), ``fail``, ``idle``.
-Replaying it asks the same of a new core and compares every plan, so it holds for any plugins, in both loop modes.
+``add``, ``ready``, ``abort``, ``plan`` (what was decided), ``commit`` (the tokens that the model gave), ``fail`` and
+``idle``. Replaying it asks the same of a new core and compares every plan: any plugins, both loop modes.
 """
 
 from __future__ import annotations
