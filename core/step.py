@@ -14,6 +14,7 @@ from engine.core.errors import InvariantViolation
 from engine.core.plan import NO_DRAFT, KVNumbers, Plan, Reject, Room, Wait, Why
 from engine.core.protocols import Match
 from engine.core.request import Request, State
+from engine.core.rows import Rows
 from engine.core.view import StepView
 
 if TYPE_CHECKING:
@@ -38,21 +39,14 @@ class Step:
     __slots__ = (
         "_asked",
         "_core",
-        "_counts",
-        "_cuts",
         "_deferred",
-        "_drafts",
         "_early",
         "_kv",
         "_overlap",
-        "_partial",
-        "_places",
         "_prefilled",
         "_published",
         "_rows",
-        "_samples",
         "_size",
-        "_starts",
         "_waits",
         "admitted",
         "adopters",
@@ -84,20 +78,13 @@ class Step:
         self.evicted = 0
         self.taken = 0
         self.journal: dict[Request, list[object]] = {}  # keys that this step published before they are computed
-        self._rows: list[Request] = []  # rows of the plan: who, from where, how many tokens
-        self._starts: list[int] = []
-        self._counts: list[int] = []
-        self._samples: list[bool] = []
-        self._places: dict[Request, int] = {}  # request -> its row, for the first rows; filled up when asked
-        self._partial: set[Request] = set()  # granted in this step, and owing more
+        self._rows = Rows()
         self._prefilled = core.kv.publish_when == "prefilled"
         self._published: set[Request] = set()  # prompts in progress that were published in this step
         self._deferred: dict[Request, int] = {}  # pages granted but not taken yet
-        self._drafts: dict[Request, tuple[int, ...]] = {}
         self.fresh: dict[int, Request] = {}  # page published before it is computed -> who computes it
         self.adopters: dict[Request, list[Request]] = {}  # publisher -> who started on its fresh pages
         self._waits: dict[str, tuple[Why, str]] = {}
-        self._cuts: dict[str, Why] = {}
         self._asked = False
         self.plan: Plan | None = None
         self.view = StepView(self)
@@ -131,8 +118,7 @@ class Step:
 
     def granted(self, request: Request) -> int:
         """Tokens that the request was granted in this step."""
-        row = self._row_of(request)
-        return 0 if row is None else self._counts[row]
+        return self._rows.granted(request)
 
     def cached(self, request: Request) -> int:
         """Length of the request's cached prefix in tokens, looked up once a step. Pins nothing."""
@@ -197,22 +183,25 @@ class Step:
         Returns the index of the first that was not: one that owes more, does not run, or was refused. The fast way
         through the steady state: a request that stays inside its last page costs no call.
         """
-        if self._partial or self.plan is not None:
+        if self.plan is not None:
             return first
-        row, start_at = self._rows.append, self._starts.append
+        rows = self._rows
+        row, start_at, partial = rows.requests.append, rows.starts.append, rows.partial
         end = min(len(requests), first + self.budget)
         for index in range(first, end):
             request = requests[index]
             start = request.planned
-            if len(request.tokens) + request.pending - start != 1 or (
-                start >= request.quiet and not self._cross(request, start)
+            if (
+                len(request.tokens) + request.pending - start != 1
+                or (partial and request in partial)
+                or (start >= request.quiet and not self._cross(request, start))
             ):
                 end = index
                 break
             row(request)
             start_at(start)
             request.planned = start + 1
-        self._count_decodes()
+        self.budget -= rows.even_out()
         return end
 
     def publish(self, request: Request) -> None:
@@ -347,25 +336,25 @@ class Step:
         if self.plan is not None:
             raise InvariantViolation("a step is sealed once")
         self.settle()
-        rows, samples = self._rows, self._samples
-        awaits = self._core.flight.expect(rows, samples, self._drafts, drafting) if self._overlap else ()
+        rows, requests = self._rows, self._rows.requests
+        awaits = self._core.flight.expect(requests, rows.samples, rows.drafts, drafting) if self._overlap else ()
         self.plan = Plan(
             index=self.index,
-            requests=tuple(rows),
-            epochs=tuple([request.epoch for request in rows]),
-            starts=tuple(self._starts),
-            counts=tuple(self._counts),
-            samples=tuple(samples),
-            tables=tuple([request.pages for request in rows]),
+            requests=tuple(requests),
+            epochs=tuple([request.epoch for request in requests]),
+            starts=tuple(rows.starts),
+            counts=tuple(rows.counts),
+            samples=tuple(rows.samples),
+            tables=tuple([request.pages for request in requests]),
             admitted=tuple(self.admitted),
             preempted=tuple(self.preempted),
             evicted_pages=self.evicted,
             waits=self._waits,
             otherwise=otherwise or (Why.BEHIND if self._asked else Why.NOT_ASKED),
-            mode=mode if rows else "idle",
+            mode=mode if requests else "idle",
             page_size=self._size,
-            cuts=self._cuts,
-            drafts=self._drafts,
+            cuts=rows.cuts,
+            drafts=rows.drafts,
             awaits=awaits,
         )
         return self.plan
@@ -386,27 +375,13 @@ class Step:
             for publisher in {step.fresh[page] for page in pages if page in step.fresh}:
                 step.adopters.setdefault(publisher, []).append(request)
 
-    def _row_of(self, request: Request) -> int | None:
-        """The request's row so far."""
-        places = self._places
-        for row in range(len(places), len(self._rows)):
-            places[self._rows[row]] = row
-        return places.get(request)
-
-    def _count_decodes(self) -> None:
-        """Count the rows that ``grant_decodes`` made since: they compute one token each, and sample."""
-        new = len(self._rows) - len(self._counts)
-        self._counts += [1] * new
-        self._samples += [True] * new
-        self.budget -= new
-
     def _cross(self, request: Request, start: int) -> bool:
         """Prepare a decode at the edge of a page: take one, or publish one; False where it cannot be granted so."""
         if request.state is not State.RUNNING or request.drafts or (request.pending and not request.debt):
             return False
         if request in self._deferred:
             return False
-        self._count_decodes()
+        self.budget -= self._rows.even_out()
         if start >= len(request.pages) * self._size and not self._take(request, 1):
             self._refuse(request, Why.PAGES)
             return False
@@ -417,30 +392,8 @@ class Step:
 
     def _record(self, request: Request, count: int, upto: int) -> None:
         """Add to the plan, to the request's progress, and to what may be matched."""
-        if request in self._partial:
-            row = self._row_of(request)
-            assert row is not None
-            self._counts[row] += count
-        else:
-            row = len(self._rows)
-            self._rows.append(request)
-            self._starts.append(request.planned)
-            self._counts.append(count)
-            self._samples.append(False)
-        request.planned = upto
         self.budget -= count
-        known = len(request.tokens) + request.pending
-        self._samples[row] = upto >= known
-        if request.drafts:
-            if upto > known:
-                self._drafts[request] = request.drafts[: upto - known]
-            request.drafts = ()
-        if upto < known:
-            self._partial.add(request)
-            self._cuts[request.id] = Why.TOKEN_BUDGET if self.budget <= 0 else Why.PREFILL_BUDGET
-        elif request in self._partial:
-            self._partial.discard(request)
-            del self._cuts[request.id]
+        self._rows.add(request, count, Why.TOKEN_BUDGET if self.budget <= 0 else Why.PREFILL_BUDGET)
         if self._early:
             self._publish(request, upto - count - request.pending, min(upto, len(request.tokens)))
         self._calm(request, upto)
@@ -481,18 +434,10 @@ class Step:
         return True
 
     def _revoke(self, request: Request) -> None:
-        row = self._row_of(request)
-        if row is None:
+        count = self._rows.drop(request)
+        if not count:
             return
-        count = self._counts.pop(row)
-        del self._rows[row], self._starts[row], self._samples[row]
-        self._places.clear()
-        if request in self._partial:
-            self._partial.discard(request)
-            del self._cuts[request.id]
         self._deferred.pop(request, None)
-        self._drafts.pop(request, None)
-        request.planned -= count
         self.budget += count
         self.fresh = {page: owner for page, owner in self.fresh.items() if owner is not request}
         self._kv.unpublish(self.journal.pop(request, []))
