@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from engine.core import audit
+from engine.core import audit, recovery
 from engine.core.arbiter import Arbiter
 from engine.core.errors import ExecutionError, InvariantViolation, QueueFull
+from engine.core.explain import explain
 from engine.core.flight import Flight
 from engine.core.hooks import HookBus
 from engine.core.pages import PagePool
@@ -267,7 +268,7 @@ class EngineCore:
             raise InvariantViolation("a plan commits only with its own outcome, row by row")
         step, alone = self.flight.land(plan)
         if outcome.errors:
-            self._isolate(outcome, step)
+            recovery.isolate(self, outcome, step)
         self._results.apply(outcome, self._outbox)
         if alone or plan:
             self._watch_progress(outcome)
@@ -279,46 +280,13 @@ class EngineCore:
         if self._audit:
             self.check()
 
-    def _isolate(self, outcome: Outcome, step: Step) -> None:
-        """Rows failed alone: nothing that they were to compute may be matched, and whoever shared it starts again."""
-        failed = [outcome.plan.requests[row] for row in outcome.errors]  # also those aborted: their pages may be idle
-        spoilt = list(failed)
-        steps = [step, *self.flight.steps()]
-        for each in steps:
-            spoilt += [request for request in each.dependents(spoilt) if request not in spoilt]
-        for each in steps:
-            for request in spoilt:
-                self.kv.unpublish(each.journal.pop(request, []))
-        for request in spoilt:
-            if request not in failed:
-                self._start_again(request)
-
-    def _start_again(self, request: Request) -> None:
-        """What steps in flight compute of the request is worth nothing: not even their tokens are applied."""
-        if request.state is State.RUNNING:
-            self.counters.preemptions += 1
-            self.give_up(request, front=True)
-        request.epoch += 1
-
     def fail_step(self, plan: Plan, why: str) -> None:
         """The oldest plan in flight was not computed, and none after it will be.
 
         Un-publishes what they published, ends the failed plan's requests with an error; requests that only a later plan
         computes start again.
         """
-        step, _ = self.flight.land(plan)
-        later = self.flight.abandon()
-        self.counters.failed_steps += 1
-        for each in [step, *[planned.step for planned in later]]:
-            for keys in each.journal.values():
-                self.kv.unpublish(keys)
-        for request, epoch in zip(plan.requests, plan.epochs, strict=True):
-            if request.epoch == epoch:
-                self.fail(request, f"the step failed: {why}")
-        for planned in later:
-            for request, epoch in reversed(list(zip(planned.plan.requests, planned.plan.epochs, strict=True))):
-                if request.epoch == epoch:
-                    self._start_again(request)
+        recovery.fail_step(self, plan, why)
         if self._audit:
             self.check()
 
@@ -367,22 +335,8 @@ class EngineCore:
 
     def why(self, request_id: str) -> tuple[Why, str] | None:
         """Why a live request got nothing in the last step, or less than it owed; ``None`` where it got all of it."""
-        if request_id in self.parked:
-            return Why.PARKED, ", ".join(sorted(self.parked[request_id].parked_on))
         request = self.requests.get(request_id)
-        if request is None:
-            return None
-        plan = self._last
-        if request.state is State.WAITING:
-            return (Why.NOT_ASKED, "") if plan is None else plan.waits.get(request_id, (plan.otherwise, ""))
-        if plan is None or request in plan.requests:
-            why = plan.cuts.get(request_id) if plan is not None else None
-            return None if why is None else (why, "")
-        if request_id in plan.waits:
-            return plan.waits[request_id]
-        if plan.total_tokens >= self.limits.max_batch_tokens:
-            return Why.TOKEN_BUDGET, ""
-        return (Why.PREEMPTION if plan.preempted else Why.NOTHING_OWED), ""
+        return None if request is None else explain(request, self._last, self.limits.max_batch_tokens)
 
     def step_stats(self) -> StepStats | None:
         """What the last plan holds, in numbers; ``None`` before the first."""
