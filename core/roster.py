@@ -23,7 +23,7 @@ class Roster:
         self.live: dict[str, Request] = {}
         self._limits = limits
         self._model = model
-        self._clock = clock
+        self.now = clock
         self._arrivals = 0
         self._entries = 0
 
@@ -61,7 +61,7 @@ class Roster:
             namespace=namespace_digest(self._model.fingerprint, adapter, salt),
             adapter=adapter,
             priority=priority,
-            arrival=self._clock() if arrival is None else arrival,
+            arrival=self.now() if arrival is None else arrival,
             arrival_index=self._arrivals,
             read_cache=read_cache,
             metadata=dict(metadata or {}),

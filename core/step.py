@@ -40,6 +40,7 @@ class Step:
         "_asked",
         "_core",
         "_deferred",
+        "_deferred_pages",
         "_early",
         "_kv",
         "_overlap",
@@ -82,6 +83,7 @@ class Step:
         self._prefilled = core.kv.publish_when == "prefilled"
         self._published: set[Request] = set()  # prompts in progress that were published in this step
         self._deferred: dict[Request, int] = {}  # pages granted but not taken yet
+        self._deferred_pages = 0
         self.fresh: dict[int, Request] = {}  # page published before it is computed -> who computes it
         self.adopters: dict[Request, list[Request]] = {}  # publisher -> who started on its fresh pages
         self._waits: dict[str, tuple[Why, str]] = {}
@@ -204,6 +206,13 @@ class Step:
         self.budget -= rows.even_out()
         return end
 
+    def expire(self, seconds: float) -> None:
+        """End every request that came more than ``seconds`` ago and has not started yet, as aborted."""
+        core = self._core
+        latest = core.roster.now() - seconds
+        for request in [r for r in core.waiting if r.arrival < latest and not r.preemptions]:
+            core.abort(request.id, detail=f"it waited for more than {seconds:g} seconds")
+
     def publish(self, request: Request) -> None:
         """Make the computed part of a prompt in progress matchable, if its cache keeps that for the next chunk.
 
@@ -228,9 +237,9 @@ class Step:
                 why none. The function sees the page counts before and after the pin.
             lookahead: pages for so many tokens more.
             padding: it may be granted so many tokens more than it owes, as drafts that never match.
-            defer: take the pages at ``settle`` or when the step is sealed, so that candidates that come later still
-                find what would be evicted for this one. That there are pages enough is certain now. Caches that
-                publish when planned need the pages at once and get them.
+            defer: take the pages at ``take_deferred`` or when the step is sealed, so that candidates that come later
+                still find what would be evicted for this one. That there are pages enough is certain now. Caches
+                that publish when planned need the pages at once and get them.
 
         Returns the tokens granted (after the cached prefix), 0 with ``step.refused`` set and nothing changed.
         """
@@ -250,7 +259,7 @@ class Step:
             return self._refuse(request, Why.TOKEN_BUDGET)
         upto = match.tokens + count
         short = -(-self._reach(upto, lookahead) // self._size) - match.tokens // self._size
-        if short > room.pinned_available - sum(self._deferred.values()):
+        if short > room.pinned_available - self._deferred_pages:
             return self._refuse(request, Why.PAGES)
         adopted = self._kv.adopt(request, match)
         request.pages = list(adopted)
@@ -274,11 +283,13 @@ class Step:
             numbers = self._kv.numbers()
         return pages <= numbers.free
 
-    def settle(self) -> None:
+    def take_deferred(self) -> None:
         """Take the pages of all deferred grants. Sealing does it too."""
-        deferred, self._deferred = self._deferred, {}
+        deferred, self._deferred, self._deferred_pages = self._deferred, {}, 0
         for request, count in deferred.items():
-            if not self._take(request, count):  # only where a plugin's eviction freed less than it counted
+            if self._take(request, count):
+                self._calm(request, request.planned)
+            else:  # only where a plugin's eviction freed less than it counted
                 self.preempt(victim=request)
 
     def preempt(
@@ -335,7 +346,7 @@ class Step:
         """
         if self.plan is not None:
             raise InvariantViolation("a step is sealed once")
-        self.settle()
+        self.take_deferred()
         rows, requests = self._rows, self._rows.requests
         awaits = self._core.flight.expect(requests, rows.samples, rows.drafts, drafting) if self._overlap else ()
         self.plan = Plan(
@@ -422,10 +433,11 @@ class Step:
         return min(upto + lookahead, self._core.limits.max_model_len) if lookahead else upto
 
     def _take(self, request: Request, count: int, *, defer: bool = False) -> bool:
-        if (defer or self._deferred) and count > self._kv.numbers().available - sum(self._deferred.values()):
+        if (defer or self._deferred) and count > self._kv.numbers().available - self._deferred_pages:
             return False
-        if defer and self._kv.publish_when != "planned":
+        if defer and not self._early:
             self._deferred[request] = self._deferred.get(request, 0) + count
+            self._deferred_pages += count
             return True
         if not self._core.arbiter.free_up(count, self):
             return False
@@ -437,7 +449,7 @@ class Step:
         count = self._rows.drop(request)
         if not count:
             return
-        self._deferred.pop(request, None)
+        self._deferred_pages -= self._deferred.pop(request, 0)
         self.budget += count
         self.fresh = {page: owner for page, owner in self.fresh.items() if owner is not request}
         self._kv.unpublish(self.journal.pop(request, []))

@@ -79,6 +79,7 @@ class Ledger:
         simulate: bool = False,
         resources: Sequence[Resource] = (),
     ) -> None:
+        self._available = available
         self._page = page_size
         self._pool_tokens = pool_tokens
         self._ratio = ratio
@@ -96,7 +97,7 @@ class Ledger:
 
     def closed(self) -> Why | None:
         """Why nobody may join any more; ``None`` while the batch is open."""
-        if self.total.remaining <= 0 or self.current.remaining <= 0:
+        if self._available() <= max(self.total.offset, self.current.offset):
             return Why.RESERVE
         if any(resource.remaining() <= 0 for resource in self._resources):
             return Why.RESERVE
@@ -119,11 +120,12 @@ class Ledger:
             return self._decide_by_simulation(request, room)
         owed = room.owed
         wanted = owed + min(max(self._ceiling(request) - request.num_output, 0), CLIP_NEW_TOKENS) + self._page
-        if wanted >= self.total.remaining:
+        left = self.total.remaining
+        if wanted >= left:
             return Why.RESERVE
         if self.chunk_left is None and self.joined and self._ceil(owed) >= self.input_left:
             return Why.PREFILL_BUDGET
-        if wanted >= self.total.remaining - room.idle * self._page:
+        if wanted >= left - room.idle * self._page:
             return Why.RESERVE
         if any(resource.need(request, owed) > resource.remaining() for resource in self._resources):
             return Why.RESERVE

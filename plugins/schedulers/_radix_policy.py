@@ -38,6 +38,8 @@ class QueueOrder:
     Args:
         policy: the name.
         priorities: sort by the requests' priority first.
+        max_overtakings: a request that so many later ones have overtaken goes before all others (looked at once a
+            pass); ``None``: never.
         seed: of ``random``.
 
     Attributes:
@@ -45,12 +47,16 @@ class QueueOrder:
         postponed: the requests that the last pass postponed.
     """
 
-    def __init__(self, policy: PolicyName, *, priorities: bool = False, seed: int = 0) -> None:
+    def __init__(
+        self, policy: PolicyName, *, priorities: bool = False, max_overtakings: int | None = None, seed: int = 0
+    ) -> None:
         self.active: PolicyName = policy
         self.postponed: set[Request] = set()
         self._policy = policy
         self._priorities = priorities
         self._random = random.Random(seed)
+        self._max_overtakings = max_overtakings
+        self._overtaken: dict[Request, int] = {}  # of those that waited in the last pass; kept if there is a limit
 
     def order(self, step: Step, waiting: Sequence[Request]) -> Sequence[Request] | None:
         """The waiting requests in order; ``None``: as they stand. Looks prefixes up; that touches recency only."""
@@ -58,8 +64,25 @@ class QueueOrder:
         self.active = policy = self._effective(step, waiting)
         ordered = None if policy == "fcfs" else self._by_policy(policy, step, waiting)
         if self._priorities:
-            return sorted(ordered or waiting, key=lambda request: request.priority)
+            ordered = sorted(ordered or waiting, key=lambda request: request.priority)
+        if self._max_overtakings is not None:
+            return self._starving_first(ordered or waiting, self._max_overtakings)
         return ordered
+
+    def started(self, requests: Sequence[Request]) -> None:
+        """These were admitted: whoever entered the queue before one of them was overtaken. Mutates."""
+        if self._max_overtakings is None:
+            return
+        for started in requests:
+            self._overtaken.pop(started, None)
+            for waiting in self._overtaken:
+                self._overtaken[waiting] += waiting.entry_index < started.entry_index
+
+    def _starving_first(self, ordered: Sequence[Request], limit: int) -> Sequence[Request]:
+        self._overtaken = {request: self._overtaken.get(request, 0) for request in ordered}
+        starving = [request for request, overtakings in self._overtaken.items() if overtakings >= limit]
+        starving.sort(key=lambda request: request.entry_index)
+        return [*starving, *(request for request in ordered if self._overtaken[request] < limit)]
 
     def _effective(self, step: Step, waiting: Sequence[Request]) -> PolicyName:
         policy = self._policy

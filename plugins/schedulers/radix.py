@@ -17,18 +17,15 @@ after a retraction.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
 
-from pydantic import Field
-
-from engine.core.errors import ConfigError
 from engine.core.hookspecs import hookimpl
 from engine.core.plan import EvictionPool, Plan, Room, Why
-from engine.core.protocols import Context, PluginOptions, Scheduler
+from engine.core.protocols import Context, Scheduler
 from engine.core.request import Request, State
 from engine.core.step import Step
 from engine.plugins.schedulers._radix_ledger import Ledger, Resource
-from engine.plugins.schedulers._radix_policy import PolicyName, QueueOrder
+from engine.plugins.schedulers._radix_options import RadixOptions, chunk_size
+from engine.plugins.schedulers._radix_policy import QueueOrder
 
 INIT_RATIO = 0.7
 MIN_RATIO_FACTOR = 0.14
@@ -43,34 +40,13 @@ class RadixScheduler(Scheduler):
     aliases = ("sglang",)
     ledger_type = Ledger  # a subclass may keep other books
 
-    class Options(PluginOptions):
-        policy: PolicyName = Field(
-            "fcfs",
-            description="queue order: as they came, longest cached prefix, the cache's tree depth first, longest "
-            "output, random, the routing key that most of the running share",
-        )
-        chunked_prefill_size: int | None = Field(
-            None, description="most prompt tokens a step; -1: prompts are never cut (default: max_batch_tokens)"
-        )
-        max_prefill_tokens: int = Field(16384, ge=1, description="prompt tokens after which a prefill batch is closed")
-        prefill_max_requests: int | None = Field(None, ge=1, description="most requests in one prefill batch")
-        enable_mixed_chunk: bool = Field(False, description="decodes ride along in prefill batches")
-        schedule_conservativeness: float = Field(1.0, gt=0, description="above 1 admits less, below 1 more")
-        enable_priority_scheduling: bool = Field(False, description="the requests' priority goes before the policy")
-        disable_priority_preemption: bool = Field(False, description="nobody is preempted for a more urgent request")
-        priority_scheduling_preemption_threshold: int = Field(
-            10, ge=0, description="how much more urgent a request must be to preempt another"
-        )
-        retraction_policy: Literal["length", "priority"] = Field(
-            "length", description="who is retracted first: fewest tokens generated, or least urgent"
-        )
-        seed: int = Field(0, description="of policy random")
+    Options = RadixOptions
 
     def start(self, context: Context) -> None:
         """Raises ``ConfigError`` where batches would not hold what must go into one."""
         limits, options = context.limits, self.options
         self.limits = limits
-        self.chunk_size = self._chunk_size()
+        self.chunk_size = chunk_size(options, limits)
         self.batch: list[Request] = []  # decodes, in order; those that finished stay until the next decode
         self.last: list[Request] = []  # the prefill batch of the last step
         self.chunked: Request | None = None  # the one whose prompt is being computed in chunks
@@ -79,27 +55,14 @@ class RadixScheduler(Scheduler):
         self.min_ratio = self.init_ratio * MIN_RATIO_FACTOR
         self.new_token_ratio = self.init_ratio
         self.preempts = options.enable_priority_scheduling and not options.disable_priority_preemption
-        self.queue_order = QueueOrder(options.policy, priorities=options.enable_priority_scheduling, seed=options.seed)
-
-    def _chunk_size(self) -> int | None:
-        limits, size = self.limits, self.options.chunked_prefill_size
-        if limits.max_batch_tokens < limits.max_running:
-            raise ConfigError(
-                f"scheduler radix: a decode batch holds all that run, so max_batch_tokens ({limits.max_batch_tokens}) "
-                f"must be at least max_running ({limits.max_running})"
-            )
-        if size == -1 and limits.max_batch_tokens < limits.max_model_len - 1:
-            raise ConfigError(
-                f"scheduler radix: without chunked prefill max_batch_tokens ({limits.max_batch_tokens}) must hold "
-                f"the longest prompt ({limits.max_model_len - 1} tokens)"
-            )
-        chunk = None if size == -1 else min(size or limits.max_batch_tokens, limits.max_batch_tokens)
-        if chunk is not None and chunk < limits.page_size:
-            raise ConfigError(
-                f"scheduler radix: chunks are whole pages, so chunked_prefill_size and max_batch_tokens must be at "
-                f"least the page size {limits.page_size}; {chunk} is below it"
-            )
-        return chunk
+        self.streak = 0  # prefill batches in a row while others could decode
+        self.longest_streak = 0
+        self.queue_order = QueueOrder(
+            options.policy,
+            priorities=options.enable_priority_scheduling,
+            max_overtakings=options.max_overtakings if options.bound_starvation else None,
+            seed=options.seed,
+        )
 
     def resources(self, step: Step) -> Sequence[Resource]:
         """Memories beside the KV pool that admission must account for. For subclasses; none by default."""
@@ -110,9 +73,15 @@ class RadixScheduler(Scheduler):
     @hookimpl
     def plan(self, step: Step) -> Plan:
         """A prefill batch if there is one, else a decode batch."""
+        if self.options.waiting_timeout is not None:
+            step.expire(self.options.waiting_timeout)
         self._merge_last(step)
-        if self._prefill(step):
-            return step.seal("mixed" if self._ride_along(step) else "extend")
+        if not self._decodes_are_due() and self._prefill(step):
+            mode = "mixed" if self._ride_along(step) else "extend"
+            self.streak = self.streak + 1 if self.batch else 0
+            self.longest_streak = max(self.longest_streak, self.streak)
+            return step.seal(mode)
+        self.streak = 0
         self._decode(step)
         return step.seal("decode", otherwise=Why.RUN_SLOTS if step.slots <= 0 else None)
 
@@ -127,6 +96,10 @@ class RadixScheduler(Scheduler):
         if pool.kind != "running":
             return None
         return self._retraction_order()
+
+    def _decodes_are_due(self) -> bool:
+        options = self.options
+        return bool(options.bound_starvation and self.batch and self.streak >= options.max_prefill_streak)
 
     def on_preempt(self, request: Request) -> None:
         """Back in the queue: out of the batch."""
@@ -182,6 +155,7 @@ class RadixScheduler(Scheduler):
             if not chunked.debt:
                 self.chunked = None
         self._admit(step, ledger)
+        self.queue_order.started(step.admitted)
         self.last = ledger.joined
         return bool(ledger.joined)
 
@@ -261,7 +235,7 @@ class RadixScheduler(Scheduler):
         page = self.limits.page_size
         if page > 1:
             step.free_up(-(-step.tokens_planned // page) + len(self.last))
-        step.settle()
+        step.take_deferred()
         if not self.options.enable_mixed_chunk or not self.batch:
             return False
         self.batch = [request for request in self.batch if request.state is State.RUNNING]
@@ -302,9 +276,11 @@ class RadixScheduler(Scheduler):
             at = step.grant_decodes(self.batch, at + 1)
 
     def _has_room(self, step: Step, requests: Sequence[Request]) -> bool:
-        """Whether each can have its next page; evicts what is missing."""
+        """Whether each that needs its next page can have it; evicts what is missing."""
         page = self.limits.page_size
-        return step.free_up(sum(not (request.computed + request.in_flight) % page for request in requests))
+        if len(requests) <= step.kv.free:
+            return True
+        return step.free_up(sum(not request.planned % page for request in requests))
 
     def _clear(self, step: Step, left: int) -> None:
         """Somebody gave up pages because memory is short: free it for some steps of those that are left."""

@@ -115,3 +115,22 @@ def test_a_call_of_the_ledger_that_differs_is_told():
     report = sglang.replay(data)
     assert report.divergence.step == 1
     assert "! rem_total" in "\n".join(report.divergence.lines())
+
+
+@pytest.mark.parametrize("name", ["priority_preempt", "priority_preempt_threshold0_lof"])
+def test_the_loop_chooses_the_recorded_victims(name):
+    """A recording of the ledger's calls alone does not say who was urgent; the loop of the same name does."""
+    player = sglang_loop.Player(TRACES[f"loop/{name}"])
+    chosen = []
+
+    class Listening(player.core.scheduler.ledger_type):
+        def victims(self, request, owed, threshold):
+            found = super().victims(request, owed, threshold)
+            chosen.append([request.id, [victim.id for victim in found]])
+            return found
+
+    player.core.scheduler.ledger_type = Listening
+    for record in TRACES[f"loop/{name}"]["trace"]:
+        player.step(record["step"])
+    calls = [call for entry in TRACES[f"adder/loop_{name}"]["rounds"] for call in entry["calls"]]
+    assert chosen == [[call["id"], call["victims"]] for call in calls if call["call"] == "preempt"]
