@@ -79,6 +79,7 @@ class Request:
     priority: int = 0  # smaller is more urgent
     arrival: float = 0.0  # seconds on the engine's clock
     arrival_index: int = 0  # order of arrival, unique
+    entry_index: int = 0  # order of entering the queue, unique; a preempted request enters anew
     read_cache: bool = True  # whether its prefix may come from the cache (what it computes is published all the same)
     metadata: dict[str, Any] = field(default_factory=dict)  # tenant, deadline, …: for policies
 

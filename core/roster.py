@@ -23,8 +23,9 @@ class Roster:
         self.live: dict[str, Request] = {}
         self._limits = limits
         self._model = model
-        self._clock = clock
+        self.now = clock
         self._arrivals = 0
+        self._entries = 0
 
     def create(
         self,
@@ -60,7 +61,7 @@ class Roster:
             namespace=namespace_digest(self._model.fingerprint, adapter, salt),
             adapter=adapter,
             priority=priority,
-            arrival=self._clock() if arrival is None else arrival,
+            arrival=self.now() if arrival is None else arrival,
             arrival_index=self._arrivals,
             read_cache=read_cache,
             metadata=dict(metadata or {}),
@@ -71,7 +72,7 @@ class Roster:
             request.state = State.PARKED
             self.parked[request.id] = request
         else:
-            self.waiting.push(request)
+            self._enter(request)
         return request
 
     def ready(self, request_id: str, what: str) -> None:
@@ -83,7 +84,7 @@ class Roster:
         if not request.parked_on:
             del self.parked[request_id]
             request.state = State.WAITING
-            self.waiting.push(request)
+            self._enter(request)
 
     def start(self, request: Request) -> None:
         """From the queue to those that run. Mutates."""
@@ -95,7 +96,7 @@ class Roster:
         """From those that run back to the queue. Mutates."""
         self.running.remove(request)
         request.state = State.WAITING
-        self.waiting.push(request, front=front)
+        self._enter(request, front=front)
 
     def withdraw(self, request: Request) -> None:
         """Take a request from wherever it stands; it stays live until ``forget``. Mutates."""
@@ -116,6 +117,11 @@ class Roster:
     def forget(self, request: Request) -> None:
         """The request is no longer live. Mutates."""
         del self.live[request.id]
+
+    def _enter(self, request: Request, *, front: bool = False) -> None:
+        self._entries += 1
+        request.entry_index = self._entries
+        self.waiting.push(request, front=front)
 
     def _unused_id(self) -> str:
         number = self._arrivals
