@@ -28,10 +28,12 @@ class Arbiter:
         self._pool = pool
         self._hooks = hooks
         self._memo: dict[str, int] = {}
+        self._prefixes: dict[str, Match] = {}
 
     def forget_step(self) -> None:
         """A new step begins. Mutates."""
         self._memo.clear()
+        self._prefixes.clear()
 
     def order(self, step: Step) -> Iterable[Request]:
         """The queue's window after the ``order`` hook; the queue keeps the order."""
@@ -58,6 +60,14 @@ class Arbiter:
         known = self._memo.get(request.id)
         if known is None:
             known = self._memo[request.id] = self.match(request).tokens
+        return known
+
+    def prefix(self, request: Request) -> Match:
+        """Memoised: what the prefix cache has of all the request's tokens, if it may read it."""
+        known = self._prefixes.get(request.id)
+        if known is None:
+            known = self._kv.probe(request) if request.read_cache else NO_MATCH
+            self._prefixes[request.id] = known
         return known
 
     def match(self, request: Request) -> Match:

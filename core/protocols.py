@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
@@ -132,6 +132,13 @@ class Scheduler(Plugin, ABC):
         """
         return None
 
+    def displace(self, waiting: Iterable[Request], priority: int) -> Request | None:
+        """The queue is full: which request is to be aborted for a newcomer of this priority; ``None``: refuse it."""
+        return None
+
+    def on_idle(self) -> None:
+        """Nothing is left to do: the next request comes to an empty engine."""
+
     def on_preempt(self, request: Request) -> None:
         """The request gave up its pages and is about to be queued again; forget it among those that run."""
 
@@ -143,13 +150,25 @@ class Match(NamedTuple):
     """What the prefix cache has of a request. Valid until the cache changes: adopt it in the same breath.
 
     ``tokens`` is page-aligned and at most ``num_tokens - 1``; ``idle`` of its pages are evictable now (pinning them
-    makes the pool poorer); ``handle`` belongs to the cache.
+    makes the pool poorer); ``pages`` and ``handle`` belong to the cache (``adopt`` says which pages they are).
     """
 
     tokens: int
     pages: tuple[int, ...] | list[int]
     idle: int
     handle: Any = None
+
+
+class PrefixNode(Protocol):
+    """A node of a cache that keeps its prefixes in a tree, as far as others may look at it."""
+
+    @property
+    def parent(self) -> PrefixNode | None:
+        """``None`` above the root."""
+
+    @property
+    def children(self) -> Mapping[Any, PrefixNode]:
+        """The children, oldest first."""
 
 
 class KVCache(Plugin, ABC):
@@ -159,11 +178,12 @@ class KVCache(Plugin, ABC):
     *shared* (published, in use by one or more) or *idle* (published, used by nobody: evictable).
 
     Class attribute ``publish_when`` says when the core calls ``publish``: as soon as a page's last token is
-    ``planned`` (vLLM: twins in one step share), when it is ``committed``, or ``prefilled``: committed prompts only, the
-    rest at the end (SGLang).
+    ``planned`` (vLLM: twins in one step share), when it is ``committed``, or ``prefilled``: a prompt when it is
+    complete (the part of one in progress when its next chunk is planned), the rest at the end (SGLang).
     """
 
     publish_when: ClassVar[PublishWhen] = "committed"
+    caching: bool = True  # False where it was told to remember nothing
 
     @abstractmethod
     def match(self, request: Request) -> Match:
@@ -171,6 +191,13 @@ class KVCache(Plugin, ABC):
 
         Mutates recency and tree shape at most; never pins or frees.
         """
+
+    def probe(self, request: Request) -> Match:
+        """What is cached of all the request's tokens, the last included: to order by, not to adopt.
+
+        The handle of a cache that keeps a tree is a ``PrefixNode``. Mutates as ``match`` does. Default: ``match``.
+        """
+        return self.match(request)
 
     @abstractmethod
     def adopt(self, request: Request, match: Match) -> list[int]:

@@ -53,6 +53,7 @@ class ResultApplier:
         errors, drafts, proposals = outcome.errors, plan.drafts, outcome.proposals
         vocab, size, overlap = self._vocab, self._page_size, self._overlap
         publishes, early = self._publishes, self._kv.publish_when == "planned"
+        prefilled = self._kv.publish_when == "prefilled"
         finished: list[Request] = []
         dropped: list[int] = []
         computed = output = 0
@@ -76,7 +77,7 @@ class ResultApplier:
                 computed += count
                 request.computed += count
                 if not tokens:
-                    if publishes and request.computed % size < count:
+                    if publishes and not prefilled and request.computed % size < count:
                         self._publish(request, count)
                     continue
             if len(tokens) == 1 and 0 <= (token := tokens[0]) < vocab and token not in request.stop_ids:
@@ -89,7 +90,10 @@ class ResultApplier:
             else:
                 tokens = self._append(request, tokens)
                 output += len(tokens)
-            if publishes and (request.planned - request.pending if early else request.computed) % size < count:
+            if prefilled:
+                if request.computed - count < request.prefill_target:
+                    self._publish(request, count)
+            elif publishes and (request.planned - request.pending if early else request.computed) % size < count:
                 self._publish(request, count)
             if request.finish is not None:
                 finished.append(request)
@@ -150,14 +154,14 @@ class ResultApplier:
         finish(request, Finish.LENGTH, "kv_capacity" if request.capped else None, self._counters)
 
     def _publish(self, request: Request, count: int) -> None:
-        """Publish committed tokens, where a page was completed (and, for ``prefilled`` caches, by a prefill).
+        """Publish committed tokens, where a page was completed; for ``prefilled`` caches, where a prefill was.
 
         What a request that ends has beyond that is kept, or not, when it lets go of its pages.
         """
         when, upto = self._kv.publish_when, request.computed
         if when == "planned":  # overlap mode: pages whose last token was not known when it was planned
             upto = min(request.planned - request.pending, len(request.tokens))  # tokens after an end are dropped
-        elif request.state is not State.RUNNING or (when == "prefilled" and upto > request.prefill_target):
+        elif request.state is not State.RUNNING:
             return
         pages = self._kv.publish(request, upto).pages
         if pages is not None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from engine.core.errors import InvariantViolation
 from engine.core.plan import NO_DRAFT, KVNumbers, Plan, Reject, Room, Wait, Why
+from engine.core.protocols import Match
 from engine.core.request import Request, State
 from engine.core.view import StepView
 
@@ -29,6 +30,7 @@ class Step:
         index: number of the step.
         budget: tokens that may still be granted.
         refused: why the last ``grant`` or ``start`` gave nothing.
+        taken: pages taken for grants of this step so far.
         override: True when the core asks again after an empty plan: objections of policies are ignored, and a
             scheduler should let the head of the queue in if it fits at all.
     """
@@ -38,12 +40,16 @@ class Step:
         "_core",
         "_counts",
         "_cuts",
+        "_deferred",
+        "_deferred_pages",
         "_drafts",
         "_early",
         "_kv",
         "_overlap",
         "_partial",
         "_places",
+        "_prefilled",
+        "_published",
         "_rows",
         "_samples",
         "_size",
@@ -60,6 +66,7 @@ class Step:
         "plan",
         "preempted",
         "refused",
+        "taken",
         "view",
     )
 
@@ -67,6 +74,7 @@ class Step:
         self._core = core
         self._kv = core.kv
         self._early = core.kv.publish_when == "planned"
+        self._prefilled = core.kv.publish_when == "prefilled"
         self._overlap = core.flight.overlap
         self._size = core.limits.page_size
         self.index = index
@@ -76,7 +84,11 @@ class Step:
         self.admitted: list[Request] = []
         self.preempted: list[Request] = []
         self.evicted = 0
+        self.taken = 0
         self.journal: dict[Request, list[object]] = {}  # keys that this step published before they are computed
+        self._published: set[Request] = set()  # prompts in progress that were published in this step
+        self._deferred: dict[Request, int] = {}  # pages granted but not taken yet
+        self._deferred_pages = 0
         self._rows: list[Request] = []  # rows of the plan: who, from where, how many tokens
         self._starts: list[int] = []
         self._counts: list[int] = []
@@ -128,6 +140,15 @@ class Step:
         """Length of the request's cached prefix in tokens, looked up once a step. Pins nothing."""
         return self._core.arbiter.cached(request)
 
+    def prefix(self, request: Request) -> Match:
+        """What the cache has of all the request's tokens (``KVCache.probe``), looked up once a step. Pins nothing."""
+        return self._core.arbiter.prefix(request)
+
+    @property
+    def caching(self) -> bool:
+        """Whether the KV cache remembers prefixes at all."""
+        return self._kv.caching
+
     def queue(self) -> Iterator[Request]:
         """Waiting requests, after ``order`` and ``admit``, lazily. Start them or not; stop when you like."""
         core = self._core
@@ -151,20 +172,23 @@ class Step:
         """Record why a request got nothing in this step. The last note stands."""
         self._waits[request.id] = (why, words)
 
-    def grant(self, request: Request, tokens: int, lookahead: int = 0) -> int:
+    def grant(self, request: Request, tokens: int, lookahead: int = 0, *, defer: bool = False) -> int:
         """Plan up to ``tokens`` more tokens of a running request; returns how many, 0 with ``step.refused`` set.
 
         Never more than its debt (its drafts come last) or the budget; drafts that do not fit are forgotten. Pages are
         taken, asking ``evict`` (kind ``cache``) when short; ``lookahead`` asks for pages for so many tokens more.
+        ``defer`` as for ``start``.
         """
         count = min(tokens, request.debt, self.budget)
         if count <= 0:
             return self._refuse(request, Why.TOKEN_BUDGET if self.budget <= 0 else Why.NOTHING_OWED)
         if request.state is not State.RUNNING or self.plan is not None:
             return self._refuse(request, Why.NOTHING_OWED)
+        if self._prefilled and request.computed < request.prefill_target:
+            self.publish(request)
         upto = request.planned + count
-        short = self._kv.short(request, self._reach(upto, lookahead))
-        if short > 0 and not self._take(request, short):
+        short = self._kv.short(request, self._reach(upto, lookahead)) - self._deferred.get(request, 0)
+        if short > 0 and not self._take(request, short, defer=defer):
             return self._refuse(request, Why.PAGES)
         self._record(request, count, upto)
         return count
@@ -193,7 +217,29 @@ class Step:
         self._settle()
         return end
 
-    def start(self, request: Request, tokens: int | Decide, *, lookahead: int = 0, padding: int = 0) -> int:
+    def expire(self, seconds: float) -> None:
+        """End every request that came more than ``seconds`` ago and has not started yet, as aborted."""
+        core = self._core
+        latest = core.roster.now() - seconds
+        for request in [r for r in core.waiting if r.arrival < latest and not r.preemptions]:
+            core.abort(request.id, detail=f"it waited for more than {seconds:g} seconds")
+
+    def publish(self, request: Request) -> None:
+        """Make the computed part of a prompt in progress matchable, if its cache keeps that for the next chunk.
+
+        ``grant`` does it too; call it where the queue must see it already. Does nothing for other requests.
+        """
+        if not self._prefilled or request in self._published or request.state is not State.RUNNING:
+            return
+        if 0 < request.computed < request.prefill_target:
+            self._published.add(request)
+            pages = self._kv.publish(request, request.computed).pages
+            if pages is not None:
+                request.pages = pages
+
+    def start(
+        self, request: Request, tokens: int | Decide, *, lookahead: int = 0, padding: int = 0, defer: bool = False
+    ) -> int:
         """Admit a waiting request: look its prefix up, check, pin, take pages. One transaction; all or nothing.
 
         Args:
@@ -202,6 +248,9 @@ class Step:
                 why none. The function sees the page counts before and after the pin.
             lookahead: pages for so many tokens more.
             padding: it may be granted so many tokens more than it owes, as drafts that never match.
+            defer: take the pages at ``take_deferred`` or when the step is sealed, so that candidates that come later
+                still find what would be evicted for this one. That there are pages enough is certain now. Caches
+                that publish when planned need the pages at once and get them.
 
         Returns the tokens granted (after the cached prefix), 0 with ``step.refused`` set and nothing changed.
         """
@@ -220,12 +269,12 @@ class Step:
         if count <= 0:
             return self._refuse(request, Why.TOKEN_BUDGET)
         upto = match.tokens + count
-        short = -(-self._reach(upto, lookahead) // self._size) - len(match.pages)
-        if short > room.pinned_available:
+        short = -(-self._reach(upto, lookahead) // self._size) - match.tokens // self._size
+        if short > room.pinned_available - self._deferred_pages:
             return self._refuse(request, Why.PAGES)
         adopted = self._kv.adopt(request, match)
         request.pages = list(adopted)
-        if short > 0 and not self._take(request, short):
+        if short > 0 and not self._take(request, short, defer=defer):
             self._kv.release(request, keep=0)
             request.pages = []
             return self._refuse(request, Why.PAGES)
@@ -236,6 +285,23 @@ class Step:
         self._waits.pop(request.id, None)
         self._record(request, count, upto)
         return count
+
+    def free_up(self, pages: int) -> bool:
+        """Evict idle content until ``pages`` are free, or nothing is left to evict. True if so many are free."""
+        numbers = self._kv.numbers()
+        if pages > numbers.free and numbers.evictable:
+            self._core.arbiter.free_up(min(pages, numbers.available), self)
+            numbers = self._kv.numbers()
+        return pages <= numbers.free
+
+    def take_deferred(self) -> None:
+        """Take the pages of all deferred grants. Sealing does it too."""
+        deferred, self._deferred, self._deferred_pages = self._deferred, {}, 0
+        for request, count in deferred.items():
+            if self._take(request, count):
+                self._calm(request, request.planned)
+            else:  # only where a plugin's eviction freed less than it counted
+                self.preempt(victim=request)
 
     def preempt(
         self, needy: Request | None = None, victim: Request | None = None, *, front: bool = True
@@ -291,6 +357,7 @@ class Step:
         """
         if self.plan is not None:
             raise InvariantViolation("a step is sealed once")
+        self.take_deferred()
         rows, samples = self._rows, self._samples
         awaits = self._core.flight.expect(rows, samples, self._drafts, drafting) if self._overlap else ()
         self.plan = Plan(
@@ -410,10 +477,17 @@ class Step:
         """Tokens to have pages for: no sequence grows beyond the model's length."""
         return min(upto + lookahead, self._core.limits.max_model_len) if lookahead else upto
 
-    def _take(self, request: Request, count: int) -> bool:
+    def _take(self, request: Request, count: int, *, defer: bool = False) -> bool:
+        if (defer or self._deferred) and count > self._kv.numbers().available - self._deferred_pages:
+            return False
+        if defer and not self._early:
+            self._deferred[request] = self._deferred.get(request, 0) + count
+            self._deferred_pages += count
+            return True
         if not self._core.arbiter.free_up(count, self):
             return False
         request.pages.extend(self._kv.take(request, count))
+        self.taken += count
         return True
 
     def _revoke(self, request: Request) -> None:
@@ -423,6 +497,7 @@ class Step:
         count = self._counts.pop(row)
         del self._rows[row], self._starts[row], self._samples[row]
         self._places.clear()
+        self._deferred_pages -= self._deferred.pop(request, 0)
         if request in self._partial:
             self._partial.discard(request)
             del self._cuts[request.id]
