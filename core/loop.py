@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from engine.core import audit
 from engine.core.arbiter import Arbiter
-from engine.core.errors import ExecutionError, InvariantViolation
+from engine.core.errors import ExecutionError, InvariantViolation, QueueFull
 from engine.core.flight import Flight
 from engine.core.hooks import HookBus
 from engine.core.pages import PagePool
@@ -118,9 +119,10 @@ class EngineCore:
 
         Raises:
             InvalidRequest: names the field and the limit; nothing is queued.
-            QueueFull: the bounded queue has no room.
+            QueueFull: the bounded queue has no room, and the scheduler would not give up anybody in it.
         """
-        request = self.roster.create(
+        create = partial(
+            self.roster.create,
             tokens,
             params or SamplingParams(),
             request_id=request_id,
@@ -132,6 +134,14 @@ class EngineCore:
             metadata=metadata,
             parked_on=parked_on,
         )
+        try:
+            request = create()
+        except QueueFull:
+            displaced = self.scheduler.displace(self.waiting, priority)
+            if displaced is None or displaced.state is not State.WAITING:
+                raise
+            self._end_now(displaced, Finish.ABORT, "the queue is full and a more urgent request came")
+            request = create()
         self.counters.accepted += 1
         self.counters.prompt_tokens += request.num_prompt
         return request
@@ -196,6 +206,8 @@ class EngineCore:
             self._complete(before)
         if self.flight.oldest is plan and not (plan and self.flight.overlap):
             self._complete(plan)
+        if not (self.running or len(self.waiting) or self.flight):
+            self.scheduler.on_idle()
         return self.take_deltas()
 
     def _complete(self, plan: Plan) -> None:
