@@ -67,6 +67,7 @@ def test_a_recording_that_differs_is_told_with_its_first_step(name, field, spoil
 
 
 BLOCK_GRANULAR = {
+    "abort_mid_prefill",
     "async_prefix_multi_turn",
     "async_spec_eagle",
     "async_spec_preempt",
@@ -82,6 +83,7 @@ BLOCK_GRANULAR = {
     "fuzz_large_00",
     "fuzz_large_01",
     "fuzz_priority_02",
+    "fuzz_spec_draft_model_00",
     "fuzz_spec_eagle_00",
     "fuzz_spec_ngram_01",
     "fuzz_tight_00",
@@ -112,9 +114,10 @@ BLOCK_GRANULAR = {
 def test_over_the_radix_cache_only_the_granularity_of_caching_differs(name):
     """``unified`` over ``radix``: the same decisions, until the caches hold something else.
 
-    ``paged`` can match a page as soon as it is planned, also one of a decode, and keeps equal pages twice; ``radix``
-    matches prompts once they are computed and outputs once they end, and keeps one copy. So recordings part where a hit
-    is longer or shorter, or where other pages are free; everything else of that step follows from these two.
+    ``paged`` can match a page as soon as it is planned, also one of a decode, and keeps equal pages twice. ``radix``
+    matches prompts once they are computed (the part of one in progress once its next chunk is planned, so an abort in
+    between loses it) and outputs once they end, keeps one copy, and evicts whole stretches. So recordings part where a
+    hit is longer or shorter, or where other pages are free; everything else of that step follows from these two.
     """
     config = TRACES[name]["config"]
     kv = make("kvcache", "radix", {"enable_prefix_caching": config["enable_prefix_caching"]})

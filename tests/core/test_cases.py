@@ -448,7 +448,7 @@ def test_the_radix_heap_does_not_grow_with_requests():
     for number in range(1500):
         core.add([number % 3] * 9, SamplingParams(max_tokens=2))
         drain(core)
-    assert len(core.kv._heap) < 200
+    assert len(core.kv.tree._heap) < 200
 
 
 def test_a_token_outside_the_vocabulary_ends_its_request():

@@ -1,0 +1,365 @@
+"""The radix tree: token sequences by their whole pages, with pins, sizes and an eviction order kept at all times.
+
+Keys are bytes, four a token, so that comparing a stretch is one ``memcmp``. A node owns its stretch and the pages that
+hold its KV. All namespaces hang under one root, in one order of eviction: only the branches below the root carry the
+namespace. Source: RadixAttention (SGLang).
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+from engine.core.errors import InvariantViolation
+
+TOKEN_BYTES = 4
+HEAP_SLACK = 64
+
+
+class Node:
+    """A stretch of tokens with its pages. ``locks`` counts the pins whose path goes through it."""
+
+    __slots__ = (
+        "children",
+        "created",
+        "hits",
+        "key",
+        "locks",
+        "namespace",
+        "pages",
+        "parent",
+        "priority",
+        "queued",
+        "used",
+    )
+
+    def __init__(
+        self, parent: Node | None, namespace: bytes, key: bytes, pages: list[int], now: int, priority: int = 0
+    ) -> None:
+        self.parent = parent
+        self.namespace = namespace  # of nodes right below the root, else empty
+        self.key = key
+        self.pages = pages
+        self.children: dict[bytes, Node] = LEAF
+        self.locks = 0
+        self.hits = 0  # inserts that went through it
+        self.priority = priority  # the greatest of the inserts that went through it
+        self.created = now
+        self.used = now
+        self.queued = False  # has an entry in the order of eviction
+
+
+LEAF: Final[dict[bytes, Node]] = {}
+"""The children of a node without any: shared, never written."""
+
+STRATEGIES: Final[dict[str, Callable[[Node], Any]]] = {
+    "lru": lambda node: node.used,
+    "mru": lambda node: -node.used,
+    "fifo": lambda node: node.created,
+    "filo": lambda node: -node.created,
+    "lfu": lambda node: (node.hits, node.used),
+    "slru": lambda node: (node.hits >= 2, node.used),
+    "priority": lambda node: (node.priority, node.used),
+}
+"""Eviction strategies: the key of a leaf; the smallest goes first."""
+
+
+def encode(tokens: Sequence[int]) -> bytes:
+    """The key of a token sequence. Tokens are below 2**32."""
+    return array("I", tokens).tobytes()
+
+
+def path(node: Node) -> Iterator[Node]:
+    """From a node up to, not including, the root."""
+    while node.parent is not None:
+        yield node
+        node = node.parent
+
+
+class RadixTree:
+    """Whole-page prefixes of token sequences. Counts are in pages.
+
+    Args:
+        page_size: tokens a page.
+        strategy: which leaf goes first, one of ``STRATEGIES``.
+
+    Attributes:
+        root: pinned for ever, holds nothing.
+        evictable: pages on no pinned path.
+        protected: pages on a pinned path.
+        count: nodes, the root not counted.
+    """
+
+    def __init__(self, page_size: int, strategy: str = "lru") -> None:
+        self.root = Node(None, b"", b"", [], 0)
+        self.root.locks = 1
+        self.evictable = 0
+        self.protected = 0
+        self.count = 0
+        self._page = page_size * TOKEN_BYTES
+        self._order = STRATEGIES[strategy]
+        self._falls = strategy == "mru"  # use makes a node go earlier, so its entry must be renewed at once
+        self._clock = 0
+        self._heap: list[tuple[Any, int, Node]] = []  # evictable leaves; an entry may have aged: see ``victims``
+        self._entries = 0
+
+    # ---- to look up
+
+    def match(self, key: bytes, namespace: bytes, limit: int | None = None) -> tuple[Node, int]:
+        """The longest prefix there is, in whole pages (at most ``limit`` of them): its last node, and its length.
+
+        Mutates: every node on the way becomes recent, and a node that the prefix ends in is split.
+        """
+        page = self._page
+        end = len(key) // page * page
+        if limit is not None:
+            end = min(end, limit * page)
+        node, at = self._walk(key, namespace, end, None)
+        return node, at // page
+
+    def pages(self, node: Node) -> list[int]:
+        """The pages from the root down to the end of a node. Does not mutate."""
+        stretches = [passed.pages for passed in path(node)]
+        found: list[int] = []
+        for stretch in reversed(stretches):
+            found += stretch
+        return found
+
+    def idle(self, node: Node) -> int:
+        """Pages on the path to a node that a pin would take out of ``evictable``. Does not mutate."""
+        pages = 0
+        while not node.locks:  # above a pinned node all are pinned
+            pages += len(node.pages)
+            assert node.parent is not None
+            node = node.parent
+        return pages
+
+    # ---- to change
+
+    def insert(
+        self,
+        key: bytes,
+        namespace: bytes,
+        pages: Sequence[int],
+        *,
+        priority: int = 0,
+        chunked: bool = False,
+    ) -> tuple[Node, int]:
+        """Add the whole pages of a key; returns its last node and how many pages were there already.
+
+        The tree keeps its own pages for that part and takes ``pages`` (one a page of the key) for the rest. Mutates.
+
+        Args:
+            priority: every node on the way keeps the greatest.
+            chunked: a part of a prompt in progress: does not count as a hit.
+        """
+        end = len(key) // self._page * self._page
+        hit = 0 if chunked else 1
+        node, at = self._walk(key, namespace, end, (priority, hit))
+        have = at // self._page
+        if at < end:
+            self._clock += 1
+            below_root = namespace if node is self.root else b""
+            child = Node(node, below_root, key[at:end], list(pages[have : end // self._page]), self._clock, priority)
+            child.hits = hit
+            self._adopt(node, child)
+            self.count += 1
+            self.evictable += len(child.pages)
+            self._offer(child)
+            node = child
+        return node, have
+
+    def lock(self, node: Node) -> int:
+        """Pin the path to a node; returns by how many pages ``evictable`` changed. Mutates."""
+        before = self.evictable
+        for passed in path(node):
+            if not passed.locks:
+                self.evictable -= len(passed.pages)
+                self.protected += len(passed.pages)
+            passed.locks += 1
+        return self.evictable - before
+
+    def unlock(self, node: Node) -> int:
+        """Unpin the path to a node; returns by how many pages ``evictable`` changed. Mutates."""
+        before = self.evictable
+        for passed in path(node):
+            passed.locks -= 1
+            if not passed.locks:
+                self.evictable += len(passed.pages)
+                self.protected -= len(passed.pages)
+                if not passed.children:
+                    self._offer(passed)
+        return self.evictable - before
+
+    def remove(self, node: Node) -> bool:
+        """Take an evictable leaf out; False where it is none. Its pages are the caller's then. Mutates."""
+        parent = node.parent
+        if parent is None or node.locks or node.children:
+            return False
+        del parent.children[self._branch(node)]
+        node.parent = None
+        self.count -= 1
+        self.evictable -= len(node.pages)
+        if not parent.children:
+            self._offer(parent)
+        return True
+
+    # ---- eviction order
+
+    def victims(self, need: int) -> list[Node]:
+        """Whole leaves, in the strategy's order, until ``need`` pages are found; a parent counts once its children
+        are among them. Costs a logarithm of the number of leaves for each. The tree itself is not changed."""
+        found: list[Node] = []
+        gone: set[Node] = set()
+        left: dict[Node, int] = {}  # children that are not among the found, of nodes that lost some
+        entries: list[tuple[Any, int, Node]] = []
+        heap, order = self._heap, self._order
+        while heap and need > 0:
+            entry = heapq.heappop(heap)
+            node = entry[2]
+            if node.parent is None or node.locks or left.get(node, len(node.children)) or node in gone:
+                node.queued = node in gone
+                continue
+            if order(node) != entry[0]:  # used since it was entered
+                self._push(node)
+                continue
+            entries.append(entry)
+            found.append(node)
+            gone.add(node)
+            need -= len(node.pages)
+            parent = node.parent
+            left[parent] = left.get(parent, len(parent.children)) - 1
+            if not left[parent] and not parent.locks:
+                self._push(parent)
+        for entry in entries:
+            heapq.heappush(heap, entry)
+        return found
+
+    def leaves(self) -> list[Node]:
+        """All evictable leaves, first to go first. Does not mutate. Costs time in proportion to the tree."""
+        found = [node for node in self.nodes() if not node.locks and not node.children]
+        return sorted(found, key=self._order)
+
+    def nodes(self) -> Iterator[Node]:
+        """All nodes below the root, parents first, children in the tree's order."""
+        stack = list(reversed(self.root.children.values()))
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(reversed(node.children.values()))
+
+    # ---- audit
+
+    def check(self, locks: dict[Node, int]) -> None:
+        """Raise ``InvariantViolation`` where pins, sizes or the order of eviction are wrong. Does not mutate."""
+        evictable = protected = count = 0
+        entered = {entry[2] for entry in self._heap}
+        for node in self.nodes():
+            count += 1
+            if node.locks != locks.get(node, 0):
+                raise InvariantViolation(f"radix: a node has {node.locks} locks and {locks.get(node, 0)} users")
+            if len(node.key) != len(node.pages) * self._page or not node.pages:
+                raise InvariantViolation("radix: a node's tokens are not whole pages")
+            if node.parent is None or node.parent.children.get(self._branch(node)) is not node:
+                raise InvariantViolation("radix: a node is not where its parent has it")
+            if node.locks:
+                protected += len(node.pages)
+            else:
+                evictable += len(node.pages)
+                if not node.children and node not in entered:
+                    raise InvariantViolation("radix: an evictable leaf is missing in the order of eviction")
+        if (count, evictable, protected) != (self.count, self.evictable, self.protected):
+            raise InvariantViolation(
+                f"radix: counts {self.count} nodes, {self.evictable} evictable, {self.protected} protected pages; "
+                f"the tree has {count}, {evictable}, {protected}"
+            )
+
+    # ---- inside
+
+    def _walk(self, key: bytes, namespace: bytes, end: int, insert: tuple[int, int] | None) -> tuple[Node, int]:
+        """Follow ``key[:end]`` down (whole pages); returns the node that it ends with, and the bytes covered.
+
+        ``insert`` is the priority and the hit that an insert leaves on every node; a split counts it on the upper part.
+        """
+        self._clock += 1
+        now, page = self._clock, self._page
+        node = last = self.root
+        at = 0
+        branch = namespace + key[:page]
+        while at < end:
+            child = node.children.get(branch)
+            if child is None:
+                break
+            child.used = now
+            last = child
+            stretch = child.key
+            upto = at + len(stretch)
+            if upto > end or not key.startswith(stretch, at):
+                upto = at + self._common(stretch, key, at, min(upto, end))
+                child = self._split(child, upto - at)
+            if insert is not None:
+                child.priority = max(child.priority, insert[0])
+                child.hits += insert[1]
+            node, at = child, upto
+            branch = key[at : at + page]
+        if self._falls and not last.locks and not last.children:
+            self._push(last)
+        return node, at
+
+    def _common(self, stretch: bytes, key: bytes, at: int, upto: int) -> int:
+        """Bytes of whole pages (one at least: the branch) that ``stretch`` shares with ``key[at:upto]``."""
+        page = self._page
+        low, high = 1, (upto - at) // page
+        while low < high:
+            middle = (low + high + 1) // 2
+            if key.startswith(stretch[low * page : middle * page], at + low * page):
+                low = middle
+            else:
+                high = middle - 1
+        return low * page
+
+    def _split(self, node: Node, cut: int) -> Node:
+        """Cut a node in two; returns the new upper part. Whoever holds the node keeps meaning the lower part."""
+        parent = node.parent
+        assert parent is not None
+        pages = cut // self._page
+        self._clock += 1
+        upper = Node(parent, node.namespace, node.key[:cut], node.pages[:pages], self._clock, node.priority)
+        upper.locks, upper.hits = node.locks, node.hits
+        parent.children[self._branch(node)] = upper
+        node.parent, node.namespace = upper, b""
+        node.key, node.pages = node.key[cut:], node.pages[pages:]
+        self._adopt(upper, node)
+        self.count += 1
+        return upper
+
+    def _branch(self, node: Node) -> bytes:
+        """What its parent knows it by: its first page, below the root behind the namespace."""
+        return node.namespace + node.key[: self._page]
+
+    def _adopt(self, parent: Node, child: Node) -> None:
+        if not parent.children:
+            parent.children = {}
+        parent.children[self._branch(child)] = child
+
+    def _offer(self, node: Node) -> None:
+        """A node may have become an evictable leaf. An entry that it has already is brought up to date when met."""
+        if node.locks or (node.queued and not self._falls):
+            return
+        if len(self._heap) > 2 * self.count + HEAP_SLACK:  # mostly stale: without a shortage nobody meets them
+            for _, _, stale in self._heap:
+                stale.queued = False
+            leaves = [leaf for leaf in self.nodes() if not leaf.locks and not leaf.children and leaf is not node]
+            self._heap = [(self._order(leaf), number, leaf) for number, leaf in enumerate(leaves)]
+            self._entries = len(leaves)
+            heapq.heapify(self._heap)
+            for leaf in leaves:
+                leaf.queued = True
+        self._push(node)
+
+    def _push(self, node: Node) -> None:
+        node.queued = True
+        self._entries += 1
+        heapq.heappush(self._heap, (self._order(node), self._entries, node))

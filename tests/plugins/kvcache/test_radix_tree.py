@@ -1,0 +1,125 @@
+"""The radix tree against a model of plain lists, its order of eviction, and what it costs in nodes."""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import pytest
+
+from engine.core.identity import namespace_digest
+from engine.plugins.kvcache._radix_tree import STRATEGIES, Node, RadixTree, encode, path
+
+NAMESPACES = [namespace_digest("", "", salt) for salt in ("", "a")]
+
+
+def key_of(node: Node) -> tuple[bytes, bytes]:
+    """The namespace and the whole key from the root down to the end of a node."""
+    way = list(path(node))
+    return (way[-1].namespace if way else b"", b"".join(passed.key for passed in reversed(way)))
+
+
+def common_pages(one: bytes, other: bytes, size: int) -> int:
+    pages = 0
+    while (pages + 1) * size * 4 <= min(len(one), len(other)) and (
+        one[pages * size * 4 : (pages + 1) * size * 4] == other[pages * size * 4 : (pages + 1) * size * 4]
+    ):
+        pages += 1
+    return pages
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("size", [1, 3, 16])
+def test_random_operations_against_a_model(size, strategy):
+    """Case B17, at the tree: whatever is done in whatever order, sizes, pins and prefixes are exact."""
+    rng = random.Random(f"{size} {strategy}")
+    tree = RadixTree(size, strategy)
+    pinned: list[Node] = []
+    fresh = 0
+    for turn in range(2500):
+        tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 9) * size + rng.randrange(size))]
+        key, namespace = encode(tokens), rng.choice(NAMESPACES)
+        action = rng.random()
+        stored = [whole for space, whole in map(key_of, tree.nodes()) if space == namespace]
+        known = max((common_pages(key, whole, size) for whole in stored), default=0)
+        if action < 0.35:
+            pages = list(range(fresh, fresh + len(tokens) // size))
+            fresh += len(pages)
+            node, have = tree.insert(key, namespace, pages, priority=rng.randrange(3), chunked=rng.random() < 0.2)
+            assert have == known
+            assert len(tree.pages(node)) == len(pages)
+            assert tree.pages(node)[have:] == pages[have:]
+        elif action < 0.6:
+            limit = rng.randrange(9) if rng.random() < 0.5 else None
+            node, length = tree.match(key, namespace, limit)
+            assert length == (known if limit is None else min(known, limit))
+            assert len(tree.pages(node)) == length
+            assert tree.idle(node) == sum(len(n.pages) for n in path(node) if not n.locks)
+            if rng.random() < 0.3:
+                assert tree.lock(node) == -sum(len(n.pages) for n in path(node) if n.locks == 1)
+                pinned.append(node)
+        elif action < 0.75 and pinned:
+            tree.unlock(pinned.pop(rng.randrange(len(pinned))))
+        else:
+            evict_and_compare(tree, strategy, rng.randrange(1, 12))
+        if turn % 10 == 0:
+            locks: dict[Node, int] = {}
+            for node in (passed for held in pinned for passed in path(held)):
+                locks[node] = locks.get(node, 0) + 1
+            tree.check(locks)
+    for node in pinned:
+        tree.unlock(node)
+    evict_and_compare(tree, strategy, 10**6)
+    assert (tree.count, tree.evictable, tree.protected) == (0, 0, 0)
+
+
+def evict_and_compare(tree: RadixTree, strategy: str, need: int) -> None:
+    """The incremental order gives what sorting all leaves anew for every victim gives."""
+    expected = min(need, tree.evictable)
+    freed = 0
+    for node in tree.victims(need):
+        assert node is min(tree.leaves(), key=STRATEGIES[strategy])
+        assert freed < need
+        assert tree.remove(node)
+        freed += len(node.pages)
+    assert freed >= expected
+
+
+def test_a_node_is_not_evicted_while_pinned_or_above_others():
+    tree = RadixTree(1)
+    upper, _ = tree.insert(encode([1, 2]), b"", [0, 1])
+    lower, _ = tree.insert(encode([1, 2, 3]), b"", [0, 1, 2])
+    assert not tree.remove(upper)
+    tree.lock(lower)
+    assert not tree.remove(lower)
+    assert tree.victims(9) == []
+    tree.unlock(lower)
+    assert tree.victims(9) == [lower, upper]
+    assert tree.remove(lower)
+    assert not tree.remove(lower), "once is enough"
+
+
+def build(nodes: int) -> RadixTree:
+    rng = random.Random(3)
+    tree = RadixTree(1)
+    families = [[rng.randrange(50_000) for _ in range(8)] for _ in range(50)]
+    page = 0
+    while tree.count < nodes:
+        tokens = families[rng.randrange(50)][: rng.randrange(1, 9)] + [rng.randrange(50_000) for _ in range(10)]
+        tree.insert(encode(tokens), b"", range(page, page + len(tokens)))
+        page += len(tokens)
+    return tree
+
+
+def test_bytes_of_a_node_and_entries_of_the_order_are_bounded():
+    tree = build(20_000)
+    counted = 0
+    for node in tree.nodes():
+        counted += sum(map(sys.getsizeof, (node, node.key, node.pages)))
+        counted += sys.getsizeof(node.children) if node.children else 0
+    assert counted / tree.count < 600
+    for _ in range(3):
+        for node in list(tree.nodes())[:5000]:
+            tree.lock(node)
+            tree.unlock(node)
+    assert len(tree._heap) <= 2 * tree.count + 100
