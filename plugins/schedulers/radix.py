@@ -2,32 +2,35 @@
 
 Each step is one of two batches. If the ledger lets anybody in (or a long prompt is being computed in chunks), the step
 is a prefill batch. Otherwise all that run decode one token; when pages are short for that, some are retracted to the
-back of the queue. The ledger reserves pages for the future output of those that run, estimated as a ratio of what they
-may still generate; the ratio decays while all goes well and is measured anew after a retraction.
+back of the queue. The state, in one picture:
+
+    waiting ── ledger ──▶ last batch ── next step ──▶ batch (decodes) ──▶ finished
+       ▲                   │     ▲                      │
+       │                chunked: one prompt,            │ retracted (no pages), preempted (priority)
+       └────────────────── stays until complete ────────┘
+
+``full`` remembers that nobody fits, so that the queue is not tried again before somebody leaves the batch. The ledger
+reserves KV for the future output of those that run, by a ratio that decays while all goes well and is measured anew
+after a retraction.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Literal
+from collections.abc import Iterable, Sequence
 
-from pydantic import Field
-
-from engine.core.errors import ConfigError
 from engine.core.hookspecs import hookimpl
-from engine.core.plan import EvictionPool, Outcome, Plan, Room, Why
-from engine.core.protocols import Context, PluginOptions, Scheduler
+from engine.core.plan import EvictionPool, Plan, Room, Why
+from engine.core.protocols import Context, Scheduler
 from engine.core.request import Request, State
 from engine.core.step import Step
+from engine.plugins.schedulers._radix_ledger import Ledger, Resource
+from engine.plugins.schedulers._radix_options import RadixOptions, chunk_size
+from engine.plugins.schedulers._radix_policy import QueueOrder
 
-CLIP_NEW_TOKENS = 4096  # nobody reserves more output than this
 INIT_RATIO = 0.7
 MIN_RATIO_FACTOR = 0.14
 DECAY_STEPS = 600
 RETRACT_STEPS = 20  # after a retraction, room for so many more decode steps is assumed
-LPM_QUEUE_LIMIT = 128  # above so many waiting, matching all of them costs more than it brings
 
 
 class RadixScheduler(Scheduler):
@@ -35,223 +38,272 @@ class RadixScheduler(Scheduler):
 
     name = "radix"
     aliases = ("sglang",)
+    ledger_type = Ledger  # a subclass may keep other books
 
-    class Options(PluginOptions):
-        policy: Literal["fcfs", "lpm", "lof", "random"] = Field(
-            "fcfs", description="queue order: arrival, longest cached prefix, longest output, random"
-        )
-        chunked_prefill_size: int | None = Field(
-            None, description="most prompt tokens a step; -1: prompts are never cut (default: max_batch_tokens)"
-        )
-        max_prefill_tokens: int = Field(16384, ge=1, description="prompt tokens after which a prefill batch is closed")
-        enable_mixed_chunk: bool = Field(False, description="decodes ride along in prefill batches")
-        schedule_conservativeness: float = Field(1.0, gt=0, description="above 1 admits less, below 1 more")
-        seed: int = Field(0, description="of policy random")
+    Options = RadixOptions
 
     def start(self, context: Context) -> None:
-        limits = context.limits
-        size = self.options.chunked_prefill_size
-        if limits.max_batch_tokens < limits.max_running:
-            raise ConfigError(
-                f"scheduler radix: a decode batch holds all that run, so max_batch_tokens ({limits.max_batch_tokens}) "
-                f"must be at least max_running ({limits.max_running})"
-            )
-        if size == -1 and limits.max_batch_tokens < limits.max_model_len - 1:
-            raise ConfigError(
-                f"scheduler radix: without chunked prefill max_batch_tokens ({limits.max_batch_tokens}) must hold "
-                f"the longest prompt ({limits.max_model_len - 1} tokens)"
-            )
+        """Raises ``ConfigError`` where batches would not hold what must go into one."""
+        limits, options = context.limits, self.options
         self.limits = limits
-        self.chunk_size = None if size == -1 else min(size or limits.max_batch_tokens, limits.max_batch_tokens)
-        if self.chunk_size is not None and self.chunk_size < limits.page_size:
-            raise ConfigError(
-                f"scheduler radix: chunks are whole pages, so chunked_prefill_size and max_batch_tokens must be at "
-                f"least the page size {limits.page_size}; {self.chunk_size} is below it"
-            )
-        self.decoding: list[Request] = []  # those that decode, in batch order
+        self.chunk_size = chunk_size(options, limits)
+        self.batch: list[Request] = []  # decodes, in order; those that finished stay until the next decode
+        self.last: list[Request] = []  # the prefill batch of the last step
         self.chunked: Request | None = None  # the one whose prompt is being computed in chunks
-        self.init_ratio = min(INIT_RATIO * self.options.schedule_conservativeness, 1.0)
+        self.full = False  # nobody fits: do not ask again before somebody leaves
+        self.init_ratio = min(INIT_RATIO * options.schedule_conservativeness, 1.0)
         self.min_ratio = self.init_ratio * MIN_RATIO_FACTOR
         self.new_token_ratio = self.init_ratio
-        self._random = random.Random(self.options.seed)
+        self.preempts = options.enable_priority_scheduling and not options.disable_priority_preemption
+        self.streak = 0  # prefill batches in a row while others could decode
+        self.longest_streak = 0
+        self.queue_order = QueueOrder(
+            options.policy,
+            priorities=options.enable_priority_scheduling,
+            max_overtakings=options.max_overtakings if options.bound_starvation else None,
+            seed=options.seed,
+        )
+
+    def resources(self, step: Step) -> Sequence[Resource]:
+        """Memories beside the KV pool that admission must account for. For subclasses; none by default."""
+        return ()
 
     # ---- hooks
 
     @hookimpl
     def plan(self, step: Step) -> Plan:
         """A prefill batch if there is one, else a decode batch."""
-        self._prefill(step)
-        if step.tokens_planned:
-            prefill = step.tokens_planned
-            if self.options.enable_mixed_chunk:
-                self._grant_decodes(step)
-            return step.seal("mixed" if step.tokens_planned > prefill else "extend")
+        if self.options.waiting_timeout is not None:
+            step.expire(self.options.waiting_timeout)
+        self._merge_last(step)
+        if not self._decodes_are_due() and self._prefill(step):
+            mode = "mixed" if self._ride_along(step) else "extend"
+            self.streak = self.streak + 1 if self.batch else 0
+            self.longest_streak = max(self.longest_streak, self.streak)
+            return step.seal(mode)
+        self.streak = 0
         self._decode(step)
         return step.seal("decode", otherwise=Why.RUN_SLOTS if step.slots <= 0 else None)
 
     @hookimpl
     def order(self, step: Step, waiting: Sequence[Request]) -> Sequence[Request] | None:
         """The policy's order; stable, so that equals keep theirs."""
-        policy = self.options.policy
-        if policy == "lpm" and len(waiting) <= LPM_QUEUE_LIMIT:
-            return sorted(waiting, key=lambda request: -step.cached(request))
-        if policy == "lof":
-            return sorted(waiting, key=lambda request: -request.max_new)
-        if policy == "random":
-            return self._random.sample(list(waiting), len(waiting))
-        return None
+        return self.queue_order.order(step, waiting)
 
     @hookimpl
     def evict(self, pool: EvictionPool) -> Sequence[object] | None:
         """Whom to retract: fewest tokens generated, then longest prompt, then the latest in the batch."""
         if pool.kind != "running":
             return None
-        decoding = set(self.decoding)
-        able = [c.request for c in pool.candidates() if c.request in decoding and c.request is not None]
-        place = {request: number for number, request in enumerate(self.decoding)}
-        return sorted(able, key=lambda r: (r.num_output, -r.num_prompt, -place[r]))
+        return self._retraction_order()
 
-    @hookimpl
-    def commit(self, outcome: Outcome) -> None:
-        """Prompts that are complete join the decode batch; those that ended leave it."""
-        if outcome.finished:
-            self.decoding = [request for request in self.decoding if not request.finished]
-            if self.chunked is not None and self.chunked.finished:
-                self.chunked = None
-        if outcome.plan.mode in ("extend", "mixed"):
-            present = set(self.decoding)
-            for request in outcome.plan.requests:
-                if request.state is State.RUNNING and request is not self.chunked and request not in present:
-                    self.decoding.append(request)
+    def _decodes_are_due(self) -> bool:
+        options = self.options
+        return bool(options.bound_starvation and self.batch and self.streak >= options.max_prefill_streak)
 
     def on_preempt(self, request: Request) -> None:
-        """Retracted: out of the batch."""
-        self.on_end(request)
-
-    def on_end(self, request: Request) -> None:
-        """Out of the batch."""
+        """Back in the queue: out of the batch."""
+        request.sched_state = None
         if request is self.chunked:
             self.chunked = None
-        elif request in self.decoding:
-            self.decoding.remove(request)
+        self.batch = [other for other in self.batch if other is not request]
+        self.last = [other for other in self.last if other is not request]
 
-    # ---- the two batches
+    def on_end(self, request: Request) -> None:
+        """Ended outside a commit: it counts in the batch until the next decode, as any that finished."""
+        if request is self.chunked:
+            self.chunked = None
 
-    def _prefill(self, step: Step) -> None:
-        if self.chunked is None and (step.slots <= 0 or not step.waiting):
-            return
-        ledger = Ledger(self, step)
+    def on_idle(self) -> None:
+        """An empty engine starts afresh."""
+        self.batch, self.last, self.full = [], [], False
+        self.new_token_ratio = self.init_ratio
+
+    # ---- prefill
+
+    def _merge_last(self, step: Step) -> None:
+        """Those whose prompt was completed in the last step join the batch."""
+        if self.chunked is not None and self.chunked.finished:  # its row failed
+            self.chunked = None
         if self.chunked is not None:
-            tokens = step.grant(self.chunked, ledger.chunk_left)
+            step.publish(self.chunked)
+        joining = [r for r in self.last if r is not self.chunked and r.state is State.RUNNING]
+        if len(joining) < len(self.last):
+            self.full = False
+        self.last = []
+        if joining and not self.batch:
+            self.full = False
+        self.batch += joining
+
+    def _prefill(self, step: Step) -> bool:
+        """Fill a prefill batch; False where there is none."""
+        if self.preempts:
+            self.full = False
+        if self.chunked is None:
+            if self.full or not step.waiting:
+                return False
+            if self._rows(step) <= 0 and not self.preempts:
+                self.full = True
+                return False
+        ledger = self._open(step)
+        chunked = self.chunked
+        if chunked is not None:
+            tokens = step.grant(chunked, ledger.chunk(chunked.debt), defer=True)
             if not tokens:
-                return  # short of pages: let the decoding ones finish first
-            ledger.charge_chunk(tokens)
-            if not self.chunked.debt:
+                return False  # short of pages: let the decoding ones finish first
+            ledger.charge(chunked, tokens, whole=not chunked.debt)
+            if not chunked.debt:
                 self.chunked = None
-        if step.slots <= 0 or ledger.closed:
-            return
+        self._admit(step, ledger)
+        self.queue_order.started(step.admitted)
+        self.last = ledger.joined
+        return bool(ledger.joined)
+
+    def _open(self, step: Step) -> Ledger:
+        options, page = self.options, self.limits.page_size
+        return self.ledger_type(
+            page_size=page,
+            pool_tokens=self.limits.pool_tokens,
+            available=lambda: (step.kv.available + step.taken) * page,
+            running=self.batch,
+            ratio=self.new_token_ratio,
+            input_tokens=options.max_prefill_tokens,
+            chunk_tokens=self.chunk_size,
+            riders=len(self.batch) if options.enable_mixed_chunk else 0,
+            max_requests=options.prefill_max_requests,
+            simulate=not step.caching,
+            resources=self.resources(step),
+        )
+
+    def _rows(self, step: Step) -> int:
+        """How many requests a prefill batch may hold: those that finished hold a row of the batch until the next
+        decode, and a prompt in progress holds a slot beside its place in the batch."""
+        return min(self.limits.max_running - len(self.batch), step.slots + len(step.admitted))
+
+    def displace(self, waiting: Iterable[Request], priority: int) -> Request | None:
+        """With priorities the least urgent one goes, the latest among equals, if the newcomer is more urgent."""
+        if not self.options.enable_priority_scheduling:
+            return None
+        least = max(waiting, key=lambda request: (request.priority, request.entry_index), default=None)
+        return least if least is not None and least.priority > priority else None
+
+    def _admit(self, step: Step, ledger: Ledger) -> None:
         for request in step.queue():
-            if not step.start(request, ledger.checking(request)):
+            if len(ledger.joined) >= self._rows(step):
+                self.full = True
+            if self.full and not (self.preempts and self._preempt_for(request, step, ledger)):
                 break
-            ledger.charge(request, step.granted(request))
+            if not step.start(request, lambda room, r=request: self._decide(r, room, step, ledger), defer=True):
+                self.full = self.full or step.refused is Why.RESERVE
+                break
+            ledger.charge(request, step.granted(request), whole=not request.debt)
             if request.debt:
                 self.chunked = request
-            if ledger.closed:
+            closed = ledger.closed()
+            if closed is not None:
+                self.full = self.full or closed is Why.RESERVE
                 break
 
-    def _decode(self, step: Step) -> None:
-        retracted = self._make_room(step)
+    def _decide(self, request: Request, room: Room, step: Step, ledger: Ledger) -> int | Why:
+        request.sched_state = room.owed
+        if step.override and not step.running:
+            return room.owed if self.chunk_size is None else min(room.owed, self.chunk_size)
+        answer = ledger.decide(request, room)
+        if isinstance(answer, Why):
+            return answer
+        if answer < room.owed and self.chunked is not None:
+            return Why.CHUNK
+        if self.chunk_size is None and answer > step.budget:
+            return Why.TOKEN_BUDGET
+        return answer
+
+    def _preempt_for(self, request: Request, step: Step, ledger: Ledger) -> bool:
+        owed = request.num_tokens if request.sched_state is None else request.sched_state
+        victims = ledger.victims(request, owed, self.options.priority_scheduling_preemption_threshold)
+        left = len(self.batch)
+        for victim in victims:
+            if step.preempt(victim=victim, front=False) is None:
+                continue
+            left -= 1
+            step.note(victim, Why.RUN_SLOTS, f"preempted for {request.id}")
+            ledger.forgive(victim)
+            self._clear(step, left)
+        return bool(victims)
+
+    def _ride_along(self, step: Step) -> bool:
+        """Take the prefill batch's pages, and let the decodes ride along if they may. False: nobody rides."""
+        page = self.limits.page_size
+        if page > 1:
+            step.free_up(-(-step.tokens_planned // page) + len(self.last))
+        step.take_deferred()
+        if not self.options.enable_mixed_chunk or not self.batch:
+            return False
+        self.batch = [request for request in self.batch if request.state is State.RUNNING]
+        if not self.batch:
+            return False
+        before = step.tokens_planned
+        step.free_up(len(self.batch))
         self._grant_decodes(step)
-        if not retracted and self.decoding:
+        self.last = [*self.last, *self.batch]
+        self.batch = []
+        return step.tokens_planned > before
+
+    # ---- decode
+
+    def _decode(self, step: Step) -> None:
+        size = len(self.batch)
+        self.batch = [request for request in self.batch if request.state is State.RUNNING]
+        if not self.batch:
+            self.full = False
+            if not step.waiting and not step.running:
+                self.on_idle()
+            return
+        if self._has_room(step, self.batch):
             decay = (self.init_ratio - self.min_ratio) / DECAY_STEPS
             self.new_token_ratio = max(self.new_token_ratio - decay, self.min_ratio)
+        else:
+            self._retract(step)
+        if len(self.batch) < size:
+            self.full = False
+        step.free_up(len(self.batch))
+        self._grant_decodes(step)
 
     def _grant_decodes(self, step: Step) -> None:
         """One token for each that decodes; drafts are left alone, and who finds no page waits."""
-        at = step.grant_decodes(self.decoding)
-        while at < len(self.decoding):
-            step.grant(self.decoding[at], 1)
-            at = step.grant_decodes(self.decoding, at + 1)
+        at = step.grant_decodes(self.batch)
+        while at < len(self.batch):
+            step.grant(self.batch[at], 1)
+            at = step.grant_decodes(self.batch, at + 1)
 
-    def _make_room(self, step: Step) -> bool:
-        """Retract until every decoding request can have its next page; keeps one unless a chunk is pending."""
-        size = self.limits.page_size
-        retracted = False
-        while self.decoding and sum(not r.computed % size for r in self.decoding) > step.kv.available:
-            if len(self.decoding) == 1 and self.chunked is None:
-                break
+    def _has_room(self, step: Step, requests: Sequence[Request]) -> bool:
+        """Whether each that needs its next page can have it; evicts what is missing."""
+        page = self.limits.page_size
+        if len(requests) <= step.kv.free:
+            return True
+        return step.free_up(sum(not request.planned % page for request in requests))
+
+    def _clear(self, step: Step, left: int) -> None:
+        """Somebody gave up pages because memory is short: free it for some steps of those that are left."""
+        step.free_up(-(-left * RETRACT_STEPS // self.limits.page_size))
+
+    def _retract(self, step: Step) -> None:
+        """Retract until the rest can go on; one is kept. What is left says how much output to reserve for."""
+        self.batch = list(reversed(self._retraction_order()))
+        while len(self.batch) > 1 or self.chunked is not None:
             if step.preempt(front=False) is None:
                 break
-            retracted = True
-        if retracted and self.decoding:
-            generated = sum(request.num_output for request in self.decoding)
-            may = sum(request.max_new for request in self.decoding)
-            self.new_token_ratio = min(1.0, (generated + RETRACT_STEPS * len(self.decoding)) / (may + 1))
-        return retracted
+            self._clear(step, len(self.batch))
+            if self._has_room(step, self.batch):
+                break
+        if self.batch:
+            generated = sum(request.num_output for request in self.batch)
+            may = sum(request.max_new for request in self.batch)
+            self.new_token_ratio = min(1.0, (generated + RETRACT_STEPS * len(self.batch)) / (may + 1))
 
-
-class Ledger:
-    """The books of one prefill batch, in tokens: total room less reservations, the input budget, the chunk budget."""
-
-    def __init__(self, scheduler: RadixScheduler, step: Step) -> None:
-        self._scheduler = scheduler
-        self._step = step
-        self._page = scheduler.limits.page_size
-        ride = len(scheduler.decoding) if scheduler.options.enable_mixed_chunk else 0
-        self.chunk_left = step.budget - ride if scheduler.chunk_size is None else scheduler.chunk_size - ride
-        self._chunking = scheduler.chunk_size is not None
-        self._input_left: int = scheduler.options.max_prefill_tokens - ride
-        self._empty = True
-        ratio = scheduler.new_token_ratio
-        self._reserved = ride + sum(self.future(request) * ratio for request in scheduler.decoding)
-
-    @property
-    def closed(self) -> bool:
-        """No further request may join."""
-        return self._step.budget <= 0 or self._input_left <= 0 or (self._chunking and self.chunk_left <= 0)
-
-    def future(self, request: Request) -> int:
-        """Output tokens that the request may still generate, as far as anybody reserves for them."""
-        pool = self._scheduler.limits.pool_tokens
-        fits = max(0, pool - self._ceil(request.num_prompt) - self._page - 1)
-        return max(0, min(request.max_new, fits) - request.num_output)
-
-    def checking(self, request: Request) -> Callable[[Room], int | Why]:
-        """The check of one candidate, as ``step.start`` wants it."""
-        return partial(self.decide, request)
-
-    def decide(self, request: Request, room: Room) -> int | Why:
-        """Tokens to grant, or why none."""
-        alone = self._empty and not self._step.running
-        wanted = room.owed + min(self.future(request), CLIP_NEW_TOKENS) + self._page
-        # Pinning takes the prefix out of what can be evicted, so the sum is asked on both sides of the pin.
-        for pages in (room.available, room.pinned_available):
-            if not alone and wanted >= pages * self._page - self._reserved:
-                return Why.RESERVE
-        if not self._chunking:
-            if not self._empty and self._ceil(room.owed) >= self._input_left:
-                return Why.PREFILL_BUDGET
-            return room.owed if room.owed <= self._step.budget else Why.TOKEN_BUDGET
-        if room.owed <= self.chunk_left:
-            return room.owed
-        if self._scheduler.chunked is not None:
-            return Why.CHUNK
-        cut = self.chunk_left // self._page * self._page
-        return cut if cut > 0 else Why.PREFILL_BUDGET
-
-    def charge(self, request: Request, tokens: int) -> None:
-        """A request joined: its pages are taken already, its future output is reserved."""
-        self._empty = False
-        self._input_left -= self._ceil(tokens)
-        self.chunk_left -= tokens
-        if not request.debt:
-            self._reserved += min(self.future(request), CLIP_NEW_TOKENS) + self._page
-
-    def charge_chunk(self, tokens: int) -> None:
-        """The prompt in progress took its next chunk."""
-        self._empty = False
-        self._input_left -= self._ceil(tokens)
-        self.chunk_left -= tokens
-
-    def _ceil(self, tokens: int) -> int:
-        return -(-tokens // self._page) * self._page
+    def _retraction_order(self) -> list[Request]:
+        by_priority = self.options.retraction_policy == "priority"
+        place = {request: number for number, request in enumerate(self.batch)}
+        return sorted(
+            self.batch,
+            key=lambda r: (-r.priority if by_priority else 0, r.num_output, -r.num_prompt, -place[r]),
+        )
