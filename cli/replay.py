@@ -10,11 +10,11 @@ from typing import Annotated, Any
 import typer
 
 from engine.core.errors import ConfigError, EngineError
-from engine.core.replay import own, vllm
+from engine.core.replay import own, sglang, vllm
 from engine.core.replay.report import NotReplayable, Report
 
 EXIT_DIFFERENT = 1
-KINDS = (own, vllm)
+KINDS = (own, vllm, sglang)
 """Modules that recognise a trace by its content, and replay it."""
 
 
