@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
-import logging
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -20,6 +19,9 @@ from typing import Any
 
 VERSION = "0.27.1"
 """The version whose decisions are recorded; another may decide differently."""
+
+# Read when vLLM is imported. It tells of the missing GPU at every start, and of Triton's absence as an error.
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
 
 _LONGEST = 131_072
 _SPEC_METHODS = ("ngram", "draft_model", "eagle")
@@ -67,7 +69,6 @@ def make_scheduler(
     Without statistics, events, connectors or multi-modal inputs. The arguments are vLLM's own settings; all others are
     as shipped.
     """
-    _quiet()
     import torch
     from vllm.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -173,12 +174,6 @@ def _speculation(method: str | None, tokens: int, model: Any, parallel: Any) -> 
         target_parallel_config=parallel,
         **drafter,
     )
-
-
-def _quiet() -> None:
-    """Only errors: vLLM warns about the missing GPU at every start, and Triton's absence is logged as an error."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
-    logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -79,6 +80,18 @@ def test_the_benchmark_of_the_docs_runs():
     done = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.count("do-nothing") == 4
     assert "pluggy dispatch" in done.stdout
+
+
+def test_the_scheduler_benchmark_of_the_docs_runs():
+    """Here it has vLLM beside it only where somebody installed that."""
+    command = [sys.executable, "benchmarks/scheduler.py", "--quick"]
+    done = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
+    rows = re.findall(r"^(decode|queue|admission|preemption)\b.* ours +[\d.]+ +[\d.]+ ", done.stdout, re.MULTILINE)
+    assert {name: rows.count(name) for name in rows} == {"decode": 2, "queue": 4, "admission": 2, "preemption": 2}
+    if importlib.util.find_spec("vllm") is None:
+        assert "vLLM cannot be imported here: ours alone" in done.stdout
+    else:
+        assert done.stdout.count(" vllm ") == len(rows)
 
 
 @pytest.mark.model
