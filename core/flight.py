@@ -41,6 +41,11 @@ class Flight:
         """The plan whose outcome is committed next."""
         return self._planned[0].plan if self._planned else None
 
+    @property
+    def last(self) -> Step | None:
+        """The step planned last, if it is in flight."""
+        return self._planned[-1].step if self._planned else None
+
     def check_room(self) -> None:
         """Raise ``EngineError`` where another plan may not be made yet."""
         if len(self._planned) > self.overlap:

@@ -161,7 +161,7 @@ class ResultApplier:
         """
         when, upto = self._kv.publish_when, request.computed
         if when == "planned":  # overlap mode: pages whose last token was not known when it was planned
-            upto = min(request.planned - request.pending, len(request.tokens))  # tokens after an end are dropped
+            upto = min(request.planned - request.pending, len(request.tokens) - 1)  # drafts may outrun the end
         elif request.state is not State.RUNNING or (when == "prefilled" and upto < request.prefill_target):
             return
         pages = self._kv.publish(request, upto).pages

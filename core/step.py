@@ -397,7 +397,7 @@ class Step:
             self._refuse(request, Why.PAGES)
             return False
         if self._early:
-            self._publish(request, start - request.pending, min(start + 1, len(request.tokens)))
+            self._publish(request, start, min(start + 1, len(request.tokens)))
         self._calm(request, start + 1)
         return True
 
@@ -406,7 +406,7 @@ class Step:
         self.budget -= count
         self._rows.add(request, count, Why.TOKEN_BUDGET if self.budget <= 0 else Why.PREFILL_BUDGET)
         if self._early:
-            self._publish(request, upto - count - request.pending, min(upto, len(request.tokens)))
+            self._publish(request, upto - count, min(upto, len(request.tokens)))
         self._calm(request, upto)
 
     def _calm(self, request: Request, upto: int) -> None:
@@ -417,16 +417,27 @@ class Step:
             end = min(end, upto + (size - 1 - upto % size))
         request.quiet = min(end, request.max_total - 1)
 
-    def _publish(self, request: Request, before: int, upto: int) -> None:
-        """Publish the pages that known tokens fill from ``before`` to ``upto``. Drafts may be rejected: never they."""
+    def _publish(self, request: Request, start: int, upto: int) -> None:
+        """Publish the pages that known tokens fill up to ``upto``, of which this step computes those from ``start`` on.
+
+        Drafts may be rejected: they are never published. Pages that end before ``start`` are not this step's to take
+        back: accepted drafts completed them, or the step in flight computes them.
+        """
         size = self._size
-        if upto // size <= before // size and not request.lagging:
-            return
-        request.lagging = False
+        before = start - request.pending
+        if request.lagging or min(start, upto) // size > before // size:
+            request.lagging = False
+            self._enter(request, self._core.flight.last, before, min(start, upto))
+            before = start
+        if upto // size > before // size:
+            self._enter(request, self, before, upto)
+
+    def _enter(self, request: Request, step: Step | None, before: int, upto: int) -> None:
+        """Publish up to ``upto``; ``step`` computes what lies beyond ``before`` (``None``: it is computed)."""
         publication = self._kv.publish(request, upto)
-        if publication.keys:
-            self.journal.setdefault(request, []).extend(publication.keys)
-            self.fresh.update(dict.fromkeys(request.pages[max(0, before) // size : upto // size], request))
+        if publication.keys and step is not None:
+            step.journal.setdefault(request, []).extend(publication.keys)
+            step.fresh.update(dict.fromkeys(request.pages[before // self._size : upto // self._size], request))
 
     def _reach(self, upto: int, lookahead: int) -> int:
         """Tokens to have pages for: no sequence grows beyond the model's length."""

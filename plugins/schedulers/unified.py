@@ -93,7 +93,8 @@ class UnifiedScheduler(Scheduler):
         running = list(step.running)
         at = 0
         while at < len(running) and step.budget > 0:
-            at = step.grant_decodes(running, at)
+            if not self._lookahead:  # the fast way asks for no more pages than the token needs
+                at = step.grant_decodes(running, at)
             if at < len(running) and not self._serve(step, running[at]):
                 return
             at += 1
@@ -142,7 +143,9 @@ class UnifiedScheduler(Scheduler):
             tokens = min(tokens, step.budget)
             if tokens <= 0:
                 return Why.TOKEN_BUDGET
-            reach = request.num_tokens if self.options.reserve_full_sequence else room.hit + tokens
+            reach = min(room.hit + tokens + self._lookahead, self._max_len)
+            if self.options.reserve_full_sequence:
+                reach = max(reach, request.num_tokens)
             need = -(-reach // room.page_size) - room.hit // room.page_size
             spare = self._watermark if step.running else 0
             return tokens if need + spare <= room.pinned_available else Why.PAGES
