@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from engine.core.identity import pack
+
 
 class State(StrEnum):
     """Where a request is. Only the core moves it."""
@@ -81,6 +83,7 @@ class Request:
     arrival_index: int = 0  # order of arrival, unique
     entry_index: int = 0  # order of entering the queue, unique; a preempted request enters anew
     read_cache: bool = True  # whether its prefix may come from the cache (what it computes is published all the same)
+    packed: bytes = field(default=b"", repr=False)  # the prompt's token ids, four bytes each: see ``packed_tokens``
     metadata: dict[str, Any] = field(default_factory=dict)  # tenant, deadline, …: for policies
 
     state: State = State.WAITING
@@ -121,6 +124,16 @@ class Request:
     def output(self) -> list[int]:
         """A copy of the committed output's token ids."""
         return self.tokens[self.num_prompt :]
+
+    def __post_init__(self) -> None:
+        if len(self.packed) != 4 * self.num_prompt:
+            self.packed = pack(self.tokens[: self.num_prompt])
+
+    def packed_tokens(self, start: int, end: int) -> bytes:
+        """Token ids from ``start`` up to ``end`` as 32-bit little-endian integers: what caches compare and digest."""
+        if end <= self.num_prompt:
+            return self.packed[4 * start : 4 * end]
+        return pack(self.tokens[start:end])
 
     @property
     def in_flight(self) -> int:

@@ -42,7 +42,7 @@ class Roster:
         parked_on: Iterable[str],
     ) -> Request:
         """Validate and place a new request. Mutates. Raises ``InvalidRequest`` or ``QueueFull``."""
-        max_total = validate(tokens, params, self._limits)
+        max_total, packed = validate(tokens, params, self._limits)
         check_fields(request_id=request_id, priority=priority, salt=salt, adapter=adapter, metadata=metadata)
         if request_id is not None and request_id in self.live:
             raise InvalidRequest("request_id", f"{request_id!r} is in use by a live request")
@@ -64,6 +64,7 @@ class Roster:
             arrival=self.now() if arrival is None else arrival,
             arrival_index=self._arrivals,
             read_cache=read_cache,
+            packed=packed,
             metadata=dict(metadata or {}),
             parked_on=set(parked_on),
         )

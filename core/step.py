@@ -380,11 +380,11 @@ class Step:
 
     def _note_adopter(self, request: Request, pages: Sequence[int]) -> None:
         """The request starts on pages, some of which are only being computed, in this step or in one before."""
-        for publisher in {self.fresh[page] for page in pages if page in self.fresh}:
-            self.adopters.setdefault(publisher, []).append(request)
-        for step in self._core.flight.steps():
-            for publisher in {step.fresh[page] for page in pages if page in step.fresh}:
-                step.adopters.setdefault(publisher, []).append(request)
+        for step in (self, *self._core.flight.steps()):
+            for page in step.fresh.keys() & pages if step.fresh else ():
+                adopters = step.adopters.setdefault(step.fresh[page], [])
+                if request not in adopters:
+                    adopters.append(request)
 
     def _cross(self, request: Request, start: int) -> bool:
         """Prepare a decode at the edge of a page: take one, or publish one; False where it cannot be granted so."""

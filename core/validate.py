@@ -7,9 +7,11 @@ would be taken one way in this process and another way, or not at all, in the en
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 from engine.core.errors import InvalidRequest
+from engine.core.identity import pack, surely_below
 from engine.core.protocols import Limits
 from engine.core.request import SamplingParams
 
@@ -20,8 +22,15 @@ MAX_INT = 2**63  # what travels between processes
 MAX_METADATA_DEPTH = 16
 
 
-def validate(tokens: Sequence[int], params: SamplingParams, limits: Limits) -> int:
-    """Check a request against the limits. Returns the most tokens (prompt and output) that it may come to.
+class Valid(NamedTuple):
+    """What a check of a request found out."""
+
+    max_total: int  # most tokens (prompt and output) that it may come to
+    packed: bytes  # its prompt, see ``Request.packed``
+
+
+def validate(tokens: Sequence[int], params: SamplingParams, limits: Limits) -> Valid:
+    """Check a request against the limits.
 
     A prompt must leave room for at least one output token: ``len(prompt) <= max_model_len - 1``. A request whose prompt
     alone does not fit into the KV pool can never run and is refused; one that could outgrow the pool while running
@@ -30,14 +39,14 @@ def validate(tokens: Sequence[int], params: SamplingParams, limits: Limits) -> i
     Raises:
         InvalidRequest: names the field, its value and the limit, or the type that it should have.
     """
-    _check_prompt(tokens, limits)
+    packed = _check_prompt(tokens, limits)
     if not isinstance(params, SamplingParams):
         raise InvalidRequest("params", f"must be SamplingParams, not {_kind(params)}")
     room = limits.max_model_len - len(tokens)
     _check_lengths(params, room, len(tokens), limits)
     _check_sampling(params)
     _check_stops(params, limits)
-    return len(tokens) + (room if params.max_tokens is None else params.max_tokens)
+    return Valid(len(tokens) + (room if params.max_tokens is None else params.max_tokens), packed)
 
 
 def check_fields(
@@ -68,7 +77,7 @@ def check_fields(
     _check_plain("metadata", dict(metadata), MAX_METADATA_DEPTH)
 
 
-def _check_prompt(tokens: Sequence[int], limits: Limits) -> None:
+def _check_prompt(tokens: Sequence[int], limits: Limits) -> bytes:
     if not isinstance(tokens, Sequence) or isinstance(tokens, str | bytes | bytearray):
         raise InvalidRequest("prompt", f"must be a list of token ids, not {_kind(tokens)}")
     if not len(tokens):
@@ -85,16 +94,16 @@ def _check_prompt(tokens: Sequence[int], limits: Limits) -> None:
             f"has {len(tokens)} tokens, but the whole KV pool holds {limits.pool_tokens} "
             f"({limits.num_pages} pages of {limits.page_size})",
         )
-    _check_token_ids("prompt", tokens, limits)
+    return _check_token_ids("prompt", tokens, limits)
 
 
-def _check_token_ids(field: str, tokens: Sequence[int], limits: Limits) -> None:
+def _check_token_ids(field: str, tokens: Sequence[int], limits: Limits) -> bytes:
     # The usual case at the speed of the interpreter's own loops: long prompts are checked twice, here and at home.
-    count = len(tokens)
-    if list(map(type, tokens)).count(int) == count and (
-        not count or (min(tokens) >= 0 and max(tokens) < limits.vocab_size)
-    ):
-        return
+    if list(map(type, tokens)).count(int) == len(tokens):
+        with suppress(OverflowError):  # it is below 0 or beyond 32 bits
+            packed = pack(tokens)
+            if surely_below(packed, limits.vocab_size) or max(tokens) < limits.vocab_size:
+                return packed
     for token in tokens:
         if type(token) is not int:
             raise InvalidRequest(field, f"token ids are integers, not {_kind(token)}")
@@ -102,6 +111,7 @@ def _check_token_ids(field: str, tokens: Sequence[int], limits: Limits) -> None:
             raise InvalidRequest(
                 field, f"token id {_shown(token)} is outside the vocabulary (0 … {limits.vocab_size - 1})"
             )
+    return pack(tokens)
 
 
 def _check_lengths(params: SamplingParams, room: int, num_prompt: int, limits: Limits) -> None:

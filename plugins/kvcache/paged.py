@@ -59,7 +59,8 @@ class PagedCache(KVCache):
         self._refs = [0] * pages  # requests that use the page
         self._used = 0  # pages that somebody uses
         self._key_of: list[bytes | None] = [None] * pages
-        self._pages_of: dict[bytes, int | list[int]] = {}  # copies, the oldest first: computed twice, both are kept
+        self._page_of: dict[bytes, int] = {}  # the oldest page with this key
+        self._copies: dict[bytes, list[int]] = {}  # younger ones: pages computed twice are both kept
         self._idle: dict[int, None] = {}  # insertion order is the order of eviction
 
     # ---- the protocol
@@ -68,21 +69,15 @@ class PagedCache(KVCache):
         """Whole pages whose digests are known, at most ``num_tokens - 1`` tokens. Mutates nothing."""
         if not self._caching:
             return Match(0, (), 0)
-        pages_of, resting = self._pages_of, self._idle
         pages: list[int] = []
-        idle = 0
         longest = (request.num_tokens - 1) // self._page_size
-        for digest in islice(self._digests(request, longest), longest):
-            copies = pages_of.get(digest)
-            if copies is None:
+        for page in map(self._page_of.get, islice(self._digests(request, longest), longest)):
+            if page is None:
                 break
-            page = copies if isinstance(copies, int) else copies[0]
             pages.append(page)
-            if page in resting:
-                idle += 1
         if pages and self.options.drop_last_page:
-            idle -= pages.pop() in resting
-        return Match(len(pages) * self._page_size, pages, idle)
+            pages.pop()
+        return Match(len(pages) * self._page_size, pages, sum(map(self._idle.__contains__, pages)))
 
     def adopt(self, request: Request, match: Match) -> list[int]:
         """Count the request among the users of the matched pages. Mutates."""
@@ -116,14 +111,11 @@ class PagedCache(KVCache):
         if full <= first:
             return Publication()
         keys = list(zip(request.pages[first:full], self._digests(request, full)[first:full], strict=True))
-        key_of, pages_of = self._key_of, self._pages_of
+        key_of, page_of = self._key_of, self._page_of
         for page, digest in keys:
             key_of[page] = digest
-            copies = pages_of.setdefault(digest, page)
-            if isinstance(copies, list):
-                copies.append(page)
-            elif copies != page:
-                pages_of[digest] = [copies, page]
+            if page_of.setdefault(digest, page) != page:
+                self._copies.setdefault(digest, []).append(page)
         chain.published = full
         return Publication(keys)
 
@@ -166,14 +158,18 @@ class PagedCache(KVCache):
 
     def drop(self, keys: Iterable[object], need: int | None = None) -> int:
         """Idle pages by number lose their keys and return to the pool. Mutates."""
-        dropped: list[int] = []
-        for page in keys:
-            if need is not None and len(dropped) >= need:
-                break
-            if isinstance(page, int) and page in self._idle:
-                del self._idle[page]
+        idle = self._idle
+        chosen = dict.fromkeys([page for page in keys if isinstance(page, int) and page in idle])
+        dropped = list(islice(chosen, need))
+        key_of, page_of, copies = self._key_of, self._page_of, self._copies
+        for page in dropped:
+            del idle[page]
+            digest = key_of[page]
+            if digest is None or digest in copies:
                 self._forget(page)
-                dropped.append(page)
+            else:
+                key_of[page] = None
+                del page_of[digest]
         self._pool.give(dropped)
         return len(dropped)
 
@@ -201,8 +197,10 @@ class PagedCache(KVCache):
             raise InvariantViolation("paged: an idle page is in use or has no key")
         if set(used) | set(self._idle) != self._pool.held:
             raise InvariantViolation("paged: pages lost: held by the cache and neither used nor idle")
-        copies = {digest: [pages] if isinstance(pages, int) else pages for digest, pages in self._pages_of.items()}
-        indexed = {page: digest for digest, pages in copies.items() for page in pages}
+        indexed = {page: digest for digest, page in self._page_of.items()}
+        indexed |= {page: digest for digest, pages in self._copies.items() for page in pages}
+        if not all(self._copies.values()) or not set(self._copies) <= set(self._page_of):
+            raise InvariantViolation("paged: copies of a page that is not there")
         if indexed != keyed or not set(keyed) <= self._pool.held:
             raise InvariantViolation("paged: the index differs from the pages' keys")
 
@@ -220,17 +218,20 @@ class PagedCache(KVCache):
         if known < count:
             size = self._page_size
             parent = digests[-1] if digests else request.namespace
-            digests += page_digests(parent, request.tokens[known * size : count * size], size)
+            digests += page_digests(parent, request.packed_tokens(known * size, count * size), size)
         return digests
 
     def _forget(self, page: int) -> None:
         digest = self._key_of[page]
         assert digest is not None
         self._key_of[page] = None
-        copies = self._pages_of[digest]
-        if isinstance(copies, int):
-            del self._pages_of[digest]
-        elif len(copies) > 2:
-            copies.remove(page)
+        copies = self._copies.get(digest)
+        if copies is None:
+            del self._page_of[digest]
+            return
+        if self._page_of[digest] == page:
+            self._page_of[digest] = copies.pop(0)
         else:
-            self._pages_of[digest] = copies[copies[0] == page]  # the other of the two
+            copies.remove(page)
+        if not copies:
+            del self._copies[digest]

@@ -119,8 +119,8 @@ def test_digests_do_not_depend_on_the_process():
     import sys
 
     code = (
-        "from engine.core.identity import namespace_digest, page_digests;"
-        "print(page_digests(namespace_digest('m', 'a', 's'), [1, 2, 49151], 3)[0].hex())"
+        "from engine.core.identity import namespace_digest, pack, page_digests;"
+        "print(page_digests(namespace_digest('m', 'a', 's'), pack([1, 2, 49151]), 3)[0].hex())"
     )
     digests = {
         subprocess.run(
