@@ -34,23 +34,31 @@ RETRACT_STEPS = 20  # after a retraction, room for so many more decode steps is 
 
 
 class RadixScheduler(Scheduler):
-    """Prefill first under a ledger, decode otherwise, retract when short."""
+    """Prefill first under a ledger, decode otherwise, retract when short.
+
+    Attributes:
+        batch: those that decode, in order; who finished stays, and holds its row, until the next decode.
+        last: the prefill batch of the last step; it joins the batch at the next one.
+        chunked: the request whose prompt is being computed in chunks, or ``None``.
+        full: nobody fits; the queue is not tried before somebody leaves.
+        new_token_ratio: the part of the output still allowed that is reserved for those that run.
+        longest_streak: most prefill batches in a row while others could decode.
+    """
 
     name = "radix"
     aliases = ("sglang",)
-    ledger_type = Ledger  # a subclass may keep other books
-
     Options = RadixOptions
+    ledger_type = Ledger  # a subclass may keep other books
 
     def start(self, context: Context) -> None:
         """Raises ``ConfigError`` where batches would not hold what must go into one."""
         limits, options = context.limits, self.options
         self.limits = limits
         self.chunk_size = chunk_size(options, limits)
-        self.batch: list[Request] = []  # decodes, in order; those that finished stay until the next decode
-        self.last: list[Request] = []  # the prefill batch of the last step
-        self.chunked: Request | None = None  # the one whose prompt is being computed in chunks
-        self.full = False  # nobody fits: do not ask again before somebody leaves
+        self.batch: list[Request] = []
+        self.last: list[Request] = []
+        self.chunked: Request | None = None
+        self.full = False
         self.init_ratio = min(INIT_RATIO * options.schedule_conservativeness, 1.0)
         self.min_ratio = self.init_ratio * MIN_RATIO_FACTOR
         self.new_token_ratio = self.init_ratio
@@ -97,10 +105,6 @@ class RadixScheduler(Scheduler):
             return None
         return self._retraction_order()
 
-    def _decodes_are_due(self) -> bool:
-        options = self.options
-        return bool(options.bound_starvation and self.batch and self.streak >= options.max_prefill_streak)
-
     def on_preempt(self, request: Request) -> None:
         """Back in the queue: out of the batch."""
         request.sched_state = None
@@ -118,6 +122,13 @@ class RadixScheduler(Scheduler):
         """An empty engine starts afresh."""
         self.batch, self.last, self.full = [], [], False
         self.new_token_ratio = self.init_ratio
+
+    def displace(self, waiting: Iterable[Request], priority: int) -> Request | None:
+        """With priorities the least urgent one goes, the latest among equals, if the newcomer is more urgent."""
+        if not self.options.enable_priority_scheduling:
+            return None
+        least = max(waiting, key=lambda request: (request.priority, request.entry_index), default=None)
+        return least if least is not None and least.priority > priority else None
 
     # ---- prefill
 
@@ -159,6 +170,10 @@ class RadixScheduler(Scheduler):
         self.last = ledger.joined
         return bool(ledger.joined)
 
+    def _decodes_are_due(self) -> bool:
+        options = self.options
+        return bool(options.bound_starvation and self.batch and self.streak >= options.max_prefill_streak)
+
     def _open(self, step: Step) -> Ledger:
         options, page = self.options, self.limits.page_size
         return self.ledger_type(
@@ -179,13 +194,6 @@ class RadixScheduler(Scheduler):
         """How many requests a prefill batch may hold: those that finished hold a row of the batch until the next
         decode, and a prompt in progress holds a slot beside its place in the batch."""
         return min(self.limits.max_running - len(self.batch), step.slots + len(step.admitted))
-
-    def displace(self, waiting: Iterable[Request], priority: int) -> Request | None:
-        """With priorities the least urgent one goes, the latest among equals, if the newcomer is more urgent."""
-        if not self.options.enable_priority_scheduling:
-            return None
-        least = max(waiting, key=lambda request: (request.priority, request.entry_index), default=None)
-        return least if least is not None and least.priority > priority else None
 
     def _admit(self, step: Step, ledger: Ledger) -> None:
         for request in step.queue():

@@ -133,3 +133,20 @@ def test_who_has_not_started_in_time_is_aborted():
     while core.has_work:
         step(core)
     assert first.finish == "length"
+
+
+def test_the_last_one_that_finds_no_page_ends_with_a_reason():
+    """Retraction keeps one. If even that one cannot go on, it ends, and the engine serves the next."""
+    core = core_of(num_pages=10, audit=False)
+    lost = core.pool.take(5)  # somebody else's
+    request = core.add([1] * 16, SamplingParams(max_tokens=20))
+    while core.has_work:
+        step(core)
+    assert request.finish == "error"
+    assert "no progress" in request.detail
+    core.pool.give(lost)
+    after = core.add([2] * 16, SamplingParams(max_tokens=20))
+    while core.has_work:
+        step(core)
+    assert after.finish == "length"
+    core.check()
