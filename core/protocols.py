@@ -207,6 +207,10 @@ class KVCache(Plugin, ABC):
     def take(self, request: Request, count: int) -> list[int]:
         """Give the request ``count`` private pages off the pool. Mutates. Raises ``OutOfPages``, taking none."""
 
+    def take_each(self, requests: Sequence[Request]) -> list[int]:
+        """One private page for each of them, in order. Mutates. Raises ``OutOfPages``, having taken some or none."""
+        return [page for request in requests for page in self.take(request, 1)]
+
     @abstractmethod
     def publish(self, request: Request, upto: int) -> Publication:
         """Make the request's first ``upto`` tokens (whole pages of them) matchable. Mutates. Idempotent.

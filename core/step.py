@@ -190,6 +190,8 @@ class Step:
         rows = self._rows
         row, start_at, partial = rows.requests.append, rows.starts.append, rows.partial
         end = min(len(requests), first + self.budget)
+        if self._size == 1 and not self._early:
+            self._take_each(requests, first, end)
         for index in range(first, end):
             request = requests[index]
             start = request.planned
@@ -385,6 +387,29 @@ class Step:
                 adopters = step.adopters.setdefault(step.fresh[page], [])
                 if request not in adopters:
                     adopters.append(request)
+
+    def _take_each(self, requests: Sequence[Request], first: int, end: int) -> None:
+        """Pages of one token: every decode takes one, so all that decode take theirs at once, if there are so many."""
+        needy = []
+        partial, deferred, running = self._rows.partial, self._deferred, State.RUNNING
+        for index in range(first, end):
+            request = requests[index]
+            planned = request.planned
+            if len(request.tokens) + request.pending - planned != 1 or request.state is not running or request.drafts:
+                break
+            if len(request.pages) > planned:
+                continue
+            if (request.pending and not request.debt) or request in partial or request in deferred:
+                break
+            needy.append(request)
+        count = len(needy)
+        if count < 2 or (deferred and count > self._kv.numbers().available - self._deferred_pages):
+            return
+        if self._core.arbiter.free_up(count, self):
+            self.taken += count
+            for request, page in zip(needy, self._kv.take_each(needy), strict=True):
+                request.pages.append(page)
+                request.quiet = min(len(request.pages), request.max_total - 1)
 
     def _cross(self, request: Request, start: int) -> bool:
         """Prepare a decode at the edge of a page: take one, or publish one; False where it cannot be granted so."""

@@ -87,6 +87,12 @@ class RadixCache(KVCache):
         self._private += count
         return pages
 
+    def take_each(self, requests: Sequence[Request]) -> list[int]:
+        """Private pages off the pool, one each. Mutates."""
+        pages = self._pool.take(len(requests))
+        self._private += len(requests)
+        return pages
+
     def publish(self, request: Request, upto: int) -> Publication:
         """Insert the first ``upto`` tokens; identical content in the tree replaces the request's pages. Mutates.
 
