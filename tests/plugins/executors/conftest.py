@@ -57,6 +57,7 @@ class Driver:
         outcome = self.executor.execute(self.plan(rows))
         for (request, count), tokens in zip(rows, outcome.tokens, strict=True):
             request.computed += count
+            request.planned = request.computed
             request.tokens.extend(tokens)
         return outcome
 

@@ -77,7 +77,7 @@ def test_a_recomputed_request_goes_on_where_it_was(
     request = run.request(prompts[1])
     for _ in range(6):
         run.step([(request, request.debt)])
-    request.computed, request.pages = 0, []  # preempted: the output stays, its KV does not
+    request.computed, request.planned, request.pages = 0, 0, []  # preempted: the output stays, its KV does not
     assert run.finish([request], OUTPUT)[0] == expected[1]
 
 
