@@ -25,8 +25,8 @@ class Recording(NamedTuple):
     Attributes:
         trace: a record for each step.
         ended: False where ``MAX_STEPS`` were not enough: then vLLM most likely thrashes for ever.
-        stale_from: the first step in which a request was preempted after the step had registered a block of it. vLLM
-            keeps that block matchable although nobody computes it; ours un-publishes it: page order parts from there.
+        stale_from: the first step in which a request was preempted after the very step had registered a block for it:
+            vLLM keeps that matchable although nobody computes it.
     """
 
     trace: list[dict[str, Any]]
@@ -92,8 +92,8 @@ class _Recorder:
         def heard(request: Any, *args: Any, **kwargs: Any) -> None:
             name = request.request_id
             self._preempted.append(name)
-            before = request.num_computed_tokens // self._config["block_size"]
-            if self._hasher and self._stale_from is None and registered.get(name, 0) > before:
+            planned_before = request.num_computed_tokens // self._config["block_size"]
+            if self._hasher and self._stale_from is None and registered.get(name, 0) > planned_before:
                 self._stale_from = self._number
             preempt(request, *args, **kwargs)
 

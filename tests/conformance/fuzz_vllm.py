@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import _vllm_recorder
@@ -24,7 +25,7 @@ import _vllm_shrink
 import _vllm_workloads
 
 from engine.core.replay import vllm
-from engine.core.replay.report import NotReplayable
+from engine.plugins.kvcache.paged import PagedCache
 
 Workload = dict[str, Any]
 
@@ -32,8 +33,9 @@ Workload = dict[str, Any]
 class Verdict(NamedTuple):
     """What became of a workload, why, and the fields that differ (``raises`` where ours gave up).
 
-    ``kind`` is ``equal``, ``differs``, ``stale`` (differs from where vLLM keeps a block that nobody computes, which
-    ours does not: deliberate), ``not-replayable`` or ``vllm-fails``.
+    ``kind`` is ``equal``, ``differs``, ``stale`` or ``vllm-fails``. A ``stale`` one shows the one deliberate
+    difference, and is equal without it: vLLM keeps pages matchable that a step gave to a request and, preempting it,
+    does not compute. They hold what their last owner left in them; ours un-publishes them.
     """
 
     kind: str
@@ -52,16 +54,18 @@ def judge(workload: Workload) -> Verdict:
     workload["trace"] = recording.trace
     try:
         report = vllm.replay(workload)
-    except NotReplayable as error:
-        return Verdict("not-replayable", str(error))
     except Exception:
         return Verdict("differs", traceback.format_exc(limit=-6), frozenset({"raises"}))
     found = report.divergence
     if found is None:
         return Verdict("equal", steps=report.steps, ended=recording.ended)
+    if recording.stale_from is not None and recording.stale_from <= found.step:
+        with mock.patch.object(PagedCache, "unpublish"):
+            equal = vllm.replay(workload).equal
+        if equal:
+            return Verdict("stale", steps=len(recording.trace), ended=recording.ended)
     fields = frozenset(name for name, value in found.recorded.items() if found.decided[name] != value)
-    stale = recording.stale_from is not None and recording.stale_from <= found.step
-    return Verdict("stale" if stale else "differs", "\n".join(found.lines()), fields, report.steps)
+    return Verdict("differs", "\n".join(found.lines()), fields, report.steps, recording.ended)
 
 
 def smallest(workload: Workload, verdict: Verdict) -> tuple[Workload, Verdict]:
