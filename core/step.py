@@ -438,7 +438,7 @@ class Step:
         """Mark the positions from ``upto`` on whose decode needs no page and, planned, publishes none."""
         size = self._size
         end = len(request.pages) * size
-        if self._early and not self._overlap:  # the last token of a page completes it
+        if self._early and (upto < len(request.tokens) or not self._overlap):  # the last token of a page completes it
             end = min(end, upto + (size - 1 - upto % size))
         request.quiet = min(end, request.max_total - 1)
 
