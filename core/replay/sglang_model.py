@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from engine.core.identity import namespace_digest
+from engine.core.identity import namespace_digest, pack
 from engine.core.loop import EngineCore
 from engine.core.protocols import Executor, KVCache, Limits, ModelInfo, Scheduler
 from engine.core.registry import make
@@ -28,11 +27,6 @@ def adapter_of(entry: Trace) -> str:
 def namespace(entry: Trace) -> bytes:
     """Of ``extra_key`` and ``cache_salt`` (where empty is absent)."""
     return namespace_digest("", adapter_of(entry), entry.get("cache_salt") or "")
-
-
-def encode(tokens: Iterable[int]) -> bytes:
-    """The tree's key: four bytes a token."""
-    return array("I", tokens).tobytes()
 
 
 def slots(pages: Iterable[int], size: int) -> list[int]:
@@ -124,5 +118,5 @@ def remember(core: EngineCore, entry: Trace) -> None:
     """Put a token sequence into the tree, unpinned, on pages of the pool."""
     tree: Any = core.kv.tree  # type: ignore[attr-defined]
     pages = core.pool.take(len(entry["key"]) // core.pool.page_size)
-    _, have = tree.insert(encode(entry["key"]), namespace(entry), pages)
+    _, have = tree.insert(pack(entry["key"]), namespace(entry), pages)
     core.pool.give(pages[:have])

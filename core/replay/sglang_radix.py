@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from engine.core.identity import pack
 from engine.core.pages import PagePool
 from engine.core.protocols import Context, Limits, ModelInfo
 from engine.core.registry import make
 from engine.core.replay.report import Divergence, Report
-from engine.core.replay.sglang_model import ANY_TOKEN, UNBOUNDED, encode, namespace, slots
+from engine.core.replay.sglang_model import ANY_TOKEN, UNBOUNDED, namespace, slots
 from engine.core.request import Request, SamplingParams
 
 Trace = Mapping[str, Any]
@@ -88,7 +89,7 @@ class Tree:
     def match(self, op: Trace) -> tuple[Any, dict[str, Any]]:
         """Look up."""
         limit = op["limit"] // self.size if "limit" in op else None
-        node, pages = self.tree.match(encode(op["key"]), namespace(op), limit)
+        node, pages = self.tree.match(pack(op["key"]), namespace(op), limit)
         return node, {"matched": pages * self.size, "slots": slots(self.tree.pages(node), self.size)}
 
     def insert(self, op: Trace) -> tuple[Any, dict[str, Any]]:
@@ -96,7 +97,7 @@ class Tree:
         size = self.size
         pages = [slot // size for slot in op["value"][: len(op["key"]) // size * size : size]]
         priority, chunked = op.get("priority") or 0, bool(op.get("chunked"))
-        node, have = self.tree.insert(encode(op["key"]), namespace(op), pages, priority=priority, chunked=chunked)
+        node, have = self.tree.insert(pack(op["key"]), namespace(op), pages, priority=priority, chunked=chunked)
         return node, {"prefix_len": have * size}
 
     def lock(self, op: Trace) -> tuple[Any, dict[str, Any]]:

@@ -1,14 +1,13 @@
 """The radix tree: token sequences by their whole pages, with pins, sizes and an eviction order kept at all times.
 
-Keys are bytes, four a token, so that comparing a stretch is one ``memcmp``. A node owns its stretch and the pages that
-hold its KV. All namespaces hang under one root, in one order of eviction: only the branches below the root carry the
-namespace. Source: RadixAttention (SGLang).
+Keys are packed tokens (``core.identity.pack``), four bytes each, so that comparing a stretch is one ``memcmp``. A node
+owns its stretch and the pages that hold its KV. All namespaces hang under one root, in one order of eviction: only the
+branches below the root carry the namespace. Source: RadixAttention (SGLang).
 """
 
 from __future__ import annotations
 
 import heapq
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -64,11 +63,6 @@ STRATEGIES: Final[dict[str, Callable[[Node], Any]]] = {
     "priority": lambda node: (node.priority, node.used),
 }
 """Eviction strategies: the key of a leaf; the smallest goes first."""
-
-
-def encode(tokens: Sequence[int]) -> bytes:
-    """The key of a token sequence. Tokens are below 2**32."""
-    return array("I", tokens).tobytes()
 
 
 def path(node: Node) -> Iterator[Node]:

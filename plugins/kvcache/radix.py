@@ -22,7 +22,7 @@ from engine.core.errors import ConfigError, InvariantViolation
 from engine.core.plan import Candidate, KVNumbers
 from engine.core.protocols import Context, KVCache, Match, PluginOptions, Publication
 from engine.core.request import Request
-from engine.plugins.kvcache._radix_tree import TOKEN_BYTES, Node, RadixTree, encode, path
+from engine.plugins.kvcache._radix_tree import TOKEN_BYTES, Node, RadixTree, path
 
 
 class Hold:
@@ -30,8 +30,8 @@ class Hold:
 
     __slots__ = ("key", "node", "pages")
 
-    def __init__(self) -> None:
-        self.key = b""
+    def __init__(self, key: bytes) -> None:
+        self.key = key
         self.node: Node | None = None
         self.pages = 0
 
@@ -190,10 +190,10 @@ class RadixCache(KVCache):
         """The request's state, its key brought up to its tokens."""
         hold = request.kv_state
         if not isinstance(hold, Hold):
-            hold = request.kv_state = Hold()
+            hold = request.kv_state = Hold(request.packed)
         known = len(hold.key) // TOKEN_BYTES
         if known < len(request.tokens):
-            hold.key += encode(request.tokens[known:])
+            hold.key += request.packed_tokens(known, len(request.tokens))
         return hold
 
     def _insert(self, request: Request, hold: Hold, full: int, *, chunked: bool) -> Node:

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from engine.core.identity import namespace_digest
-from engine.plugins.kvcache._radix_tree import STRATEGIES, Node, RadixTree, encode, path
+from engine.core.identity import namespace_digest, pack
+from engine.plugins.kvcache._radix_tree import STRATEGIES, Node, RadixTree, path
 
 NAMESPACES = [namespace_digest("", "", salt) for salt in ("", "a")]
 
@@ -38,7 +38,7 @@ def test_random_operations_against_a_model(size, strategy):
     fresh = 0
     for turn in range(2500):
         tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 9) * size + rng.randrange(size))]
-        key, namespace = encode(tokens), rng.choice(NAMESPACES)
+        key, namespace = pack(tokens), rng.choice(NAMESPACES)
         action = rng.random()
         stored = [whole for space, whole in map(key_of, tree.nodes()) if space == namespace]
         known = max((common_pages(key, whole, size) for whole in stored), default=0)
@@ -87,8 +87,8 @@ def evict_and_compare(tree: RadixTree, strategy: str, need: int) -> None:
 
 def test_a_node_is_not_evicted_while_pinned_or_above_others():
     tree = RadixTree(1)
-    upper, _ = tree.insert(encode([1, 2]), b"", [0, 1])
-    lower, _ = tree.insert(encode([1, 2, 3]), b"", [0, 1, 2])
+    upper, _ = tree.insert(pack([1, 2]), b"", [0, 1])
+    lower, _ = tree.insert(pack([1, 2, 3]), b"", [0, 1, 2])
     assert not tree.remove(upper)
     tree.lock(lower)
     assert not tree.remove(lower)
@@ -106,7 +106,7 @@ def build(nodes: int) -> RadixTree:
     page = 0
     while tree.count < nodes:
         tokens = families[rng.randrange(50)][: rng.randrange(1, 9)] + [rng.randrange(50_000) for _ in range(10)]
-        tree.insert(encode(tokens), b"", range(page, page + len(tokens)))
+        tree.insert(pack(tokens), b"", range(page, page + len(tokens)))
         page += len(tokens)
     return tree
 
