@@ -1,7 +1,7 @@
 """Holding prefill back for a few decode steps, so that more of it shares one batch.
 
 Where running requests end one at a time, prefill-first admits them one at a time too, and each tiny prefill batch
-stalls all decodes. Source: SGLang's prefill delayer, as one engine alone decides (there it also waits for its siblings).
+stalls all decodes. Source: SGLang's prefill delayer, as one engine alone decides (there it also waits for siblings).
 """
 
 from __future__ import annotations
