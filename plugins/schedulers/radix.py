@@ -17,6 +17,7 @@ after a retraction.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from engine.core.hookspecs import hookimpl
 from engine.core.plan import EvictionPool, Plan, Room, Why
@@ -218,7 +219,7 @@ class RadixScheduler(Scheduler):
                 self.full = True
             if self.full and not (self.preempts and self._preempt_for(request, step, ledger)):
                 break
-            if not step.start(request, lambda room, r=request: self._decide(r, room, step, ledger), defer=True):
+            if not step.start(request, partial(self._decide, request, step=step, ledger=ledger), defer=True):
                 self.full = self.full or step.refused is Why.RESERVE
                 break
             ledger.charge(request, step.granted(request), whole=not request.debt)
