@@ -7,8 +7,10 @@ is broken and not asked for is a line in ``engine plugins``.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -169,7 +171,13 @@ def build(found: Found, selection: Selection) -> Plugin:
 
 def make(role: str, name: str, options: Mapping[str, Any] | None = None) -> Plugin:
     """An installed plugin by name, with its options. Raises as ``Registry.select`` and ``build`` do."""
-    return build(Registry().select(role, name), Selection(name=name, options=dict(options or {})))
+    return build(_installed(tuple(sys.path)).select(role, name), Selection(name=name, options=dict(options or {})))
+
+
+@lru_cache(maxsize=1)
+def _installed(_path: tuple[str, ...]) -> Registry:
+    """What is installed on this path, looked up once a process."""
+    return Registry()
 
 
 def check_capabilities(plugins: Sequence[Plugin]) -> None:
