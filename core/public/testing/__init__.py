@@ -13,8 +13,41 @@ Example::
 
 from __future__ import annotations
 
-from engine.testing.doubles import DoNothing
+from engine.testing.doubles import DoNothing, FaultyCache, FaultyConnector
 from engine.testing.executors import KVMismatch, ScriptedExecutor, ScriptedModel, ShadowExecutor, Witness
+from engine.testing.guard import Violation
+from engine.testing.harness import Harness
 from engine.testing.making import make_core
+from engine.testing.suites import (
+    SUITES,
+    ConnectorSuite,
+    ExecutorSuite,
+    KVCacheSuite,
+    PolicySuite,
+    SchedulerSuite,
+    Suite,
+)
+from engine.testing.workload import Situation, Workload
 
-__all__ = ["DoNothing", "KVMismatch", "ScriptedExecutor", "ScriptedModel", "ShadowExecutor", "Witness", "make_core"]
+__all__ = [
+    "SUITES",
+    "ConnectorSuite",
+    "DoNothing",
+    "ExecutorSuite",
+    "FaultyCache",
+    "FaultyConnector",
+    "Harness",
+    "KVCacheSuite",
+    "KVMismatch",
+    "PolicySuite",
+    "SchedulerSuite",
+    "ScriptedExecutor",
+    "ScriptedModel",
+    "ShadowExecutor",
+    "Situation",
+    "Suite",
+    "Violation",
+    "Witness",
+    "Workload",
+    "make_core",
+]
