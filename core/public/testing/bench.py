@@ -119,14 +119,14 @@ class CacheBench:
         """The numbers, after checking that they add up and that pages in use are in the cache's hands."""
         numbers = self.cache.numbers()
         used = {page for request in self.running for page in request.pages}
+        if not used <= self.pool.held:
+            raise Violation(f"pages in use were given back to the pool: {sorted(used - self.pool.held)[:8]}")
         if numbers.total != self.pool.num_pages or numbers.free + numbers.evictable + numbers.pinned != numbers.total:
             raise Violation(f"the numbers do not add up: {numbers} of {self.pool.num_pages} pages")
         if numbers.free != self.pool.num_free:
             raise Violation(f"{self.pool.num_free} pages are free, and the cache counts {numbers.free}")
         if numbers.pinned != len(used):
             raise Violation(f"{len(used)} pages are in use, and the cache counts {numbers.pinned} as pinned")
-        if not used <= self.pool.held:
-            raise Violation(f"pages in use were given back to the pool: {sorted(used - self.pool.held)[:8]}")
         self.pool.check()
         self.cache.check(self.running)
         return numbers

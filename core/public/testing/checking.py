@@ -18,7 +18,8 @@ from engine.testing.suites import SUITES, Law, Suite
 from engine.testing.workload import Situation
 
 FUZZ_RULE = (
-    "Under any hostile workload every request ends, says what the model says, and reads no KV but its own; nothing leaks."
+    "Under any hostile workload every request ends, says what the model says, and reads no KV but its own; "
+    "nothing leaks."
 )
 COST_RULE = "A step costs at most {limit:g} times what it costs without the plugin."
 FUZZED = ("scheduler", "kvcache", "policy")

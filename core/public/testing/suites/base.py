@@ -94,6 +94,19 @@ class Suite:
                 raise Violation(f"option {name!r} has no description")
         self.make()
 
+    def test_its_capabilities_are_true(self) -> None:
+        """Its capabilities are true: what it requires somebody provides, and only a KV cache claims prefix-cache."""
+        found = self.found()
+        registry = Registry()
+        offered = set(found.cls.provides)
+        for line in registry.listing():
+            if line.status == "ok":
+                offered |= registry.select(line.role, line.name).cls.provides
+        if missing := found.cls.requires - offered:
+            raise Violation(f"it requires {', '.join(sorted(missing))}, which no installed plugin provides")
+        if self.role != "kvcache" and "prefix-cache" in found.cls.provides:
+            raise Violation(f"it is a {self.role} and claims to provide prefix-cache")
+
     def test_it_leaves_no_thread_behind(self) -> None:
         """After close() nothing is left: no thread, and closing an engine that never stepped is fine."""
         before = set(threading.enumerate())

@@ -35,7 +35,10 @@ class PolicySuite(Suite):
 
     def try_once(self, plugin: Plugin) -> None:
         """One request, alone."""
-        self._serve_one(plugin)
+        core = make_core(**{"policies": [plugin], **self.limits})
+        with closing(core):
+            core.add([1, 2, 3])
+            core.step()
 
     def test_texts_are_unchanged(self, situation: Situation) -> None:
         """Answers are valid and never counted as faults; requests are read, not changed; every request ends, and
