@@ -27,6 +27,9 @@ def check(
     cost_limit: Annotated[
         float, typer.Option("--cost-limit", help="Most times that a step may cost with it; 0: not measured.", min=0)
     ] = 2.0,
+    running: Annotated[
+        int, typer.Option("--running", help="Requests that run while the cost is measured.", metavar="N", min=1)
+    ] = 256,
 ) -> None:
     """Check a plugin before trusting it: every rule of its role, hostile workloads, and what it costs a step.
 
@@ -39,12 +42,12 @@ def check(
     registry = Registry()
     chosen = suites(target, registry, options_of(option or []))
     if not chosen:
-        known = {line.name for line in registry.listing()} | {line.distribution for line in registry.listing()}
+        known = {word for _, *words in registry.owners() for word in words}
         raise PluginError(f"no plugin and no distribution is named {target!r}: {suggest(target, known)}")
     held = True
     for suite in chosen:
         fuzz = random.SystemRandom().randrange(10**6) if seed is None else seed
-        report = check_one(suite, seed=fuzz, workloads=workloads, cost_limit=cost_limit or None)
+        report = check_one(suite, seed=fuzz, workloads=workloads, cost_limit=cost_limit or None, running=running)
         tell(report, target)
         held = held and report.finding is None
     if not held:

@@ -32,14 +32,12 @@ def find(name: str, role: str | None, registry: Registry) -> list[Found]:
 
     if role is not None and role not in ROLES:
         raise PluginError(f"unknown role {role!r}: {suggest(role, ROLES)}")
-    roles = [role] if role is not None else list(ROLES)
     if ":" in name:
         return [registry.select(role or role_of(name), name)]
-    lines = registry.listing()
-    named = [line for line in lines if line.role in roles and name in (line.name, *line.aliases)]
+    named = [(its, own) for its, own in registry.named(name) if role in (None, its)]
     if not named:
-        raise PluginError(f"no plugin is named {name!r}: {suggest(name, {line.name for line in lines})}")
-    return [registry.select(line.role, line.name) for line in named]
+        raise PluginError(f"no plugin is named {name!r}: {suggest(name, {own for _, own, _ in registry.owners()})}")
+    return [registry.select(its, own) for its, own in named]
 
 
 def role_of(target: str) -> str:

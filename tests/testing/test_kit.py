@@ -42,7 +42,7 @@ def test_steps_by_hand():
     assert not harness.core.has_work
 
 
-@pytest.mark.parametrize(("scheduler", "kvcache"), itertools.product(("unified", "radix"), ("paged", "radix")))
+@pytest.mark.parametrize(("scheduler", "kvcache"), list(itertools.product(("unified", "radix"), ("paged", "radix"))))
 def test_two_plans_in_flight_by_hand(scheduler, kvcache):
     harness = Harness(overlap=True, scheduler=scheduler, kvcache=kvcache)
     harness.add([1, 2, 3], max_tokens=3, request_id="a")

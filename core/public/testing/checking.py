@@ -69,10 +69,8 @@ def suites(target: str, registry: Registry, options: Mapping[str, Any]) -> list[
             return [value]
         role = next((role for role, base in ROLES.items() if isinstance(value, type) and issubclass(value, base)), None)
         return [suite_of(registry.select(role or "policy", target), options)]
-    lines = registry.listing()
-    named = [line for line in lines if target == line.name or target in line.aliases]
-    chosen = named or [line for line in lines if _normal(line.distribution) == _normal(target)]
-    return [suite_of(registry.select(line.role, line.name), options) for line in chosen]
+    owned = [(role, name) for role, name, owner in registry.owners() if _normal(owner) == _normal(target)]
+    return [suite_of(registry.select(role, name), options) for role, name in owned or registry.named(target)]
 
 
 def check(

@@ -44,7 +44,7 @@ def snapshot(core: EngineCore) -> dict[str, tuple[Any, ...]]:
             len(request.tokens), request.tokens[-1], tuple(request.pages), request.state, request.computed,
             request.planned, request.priority, request.arrival, request.epoch, request.params, request.max_total,
             request.stop_ids, request.namespace, request.read_cache, request.drafts, request.pending,
-            repr(request.metadata),
+            tuple(request.metadata.items()),
         )
         for request in core.requests.values()
     }  # fmt: skip
