@@ -89,6 +89,15 @@ class Registry:
         """Names that configuration can select for a role."""
         return sorted({entry.name for entry in self._entries[role]})
 
+    def owners(self) -> list[tuple[str, str, str]]:
+        """(role, name, distribution) of every installed plugin. Imports none of them."""
+        return [(role, entry.name, _distribution(entry)) for role, found in self._entries.items() for entry in found]
+
+    def named(self, name: str) -> list[tuple[str, str]]:
+        """(role, name) of every plugin of that name; only where there is none, of those with that alias."""
+        found = dict.fromkeys((role, own) for role, own, _ in self.owners() if own == name)
+        return list(found) or [(role, entry.name) for role in self._entries for entry in self._by_alias(role, name)]
+
     def listing(self) -> list[PluginListing]:
         """Every installed plugin; each is imported to see whether it works."""
         lines = []
