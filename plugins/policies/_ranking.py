@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 from engine.core.plan import Candidate, EvictionPool
 
 BATCH = 64  # most candidates kept from one ranking for the evictions to come
+SPARES = 16  # named beyond what is needed, in case that some are in use by now
 SHARE = 8  # and at most one in so many: what is ranked long ago is ranked wrongly
 
 
@@ -31,21 +33,19 @@ class Ranking:
     def take(
         self, need: int, pool: EvictionPool, rank: Callable[[Sequence[Candidate]], Sequence[Candidate]]
     ) -> list[object]:
-        """Keys of at least ``need`` pages, if there are so many. Mutates."""
-        keys: list[object] = []
+        """Keys of at least ``need`` pages, if there are so many, and a few to spare. Mutates."""
+        taken: dict[object, None] = {}
         fresh = False
-        while need > 0:
+        while need > 0 and (self._ranked or not fresh):
             if not self._ranked:
-                if fresh:
-                    break
-                candidates = pool.candidates()
-                self._ranked.extend(rank(candidates)[: max(need, min(BATCH, len(candidates) // SHARE))])
                 fresh = True
+                candidates = [candidate for candidate in pool.candidates() if candidate.key not in taken]
+                self._ranked.extend(rank(candidates)[: max(need, min(BATCH, len(candidates) // SHARE))])
                 continue
             candidate = self._ranked.popleft()
-            keys.append(candidate.key)
+            taken[candidate.key] = None
             need -= max(1, candidate.pages)
-        return keys
+        return [*taken, *(candidate.key for candidate in islice(self._ranked, SPARES))]
 
     def forget(self) -> None:
         """What was ranked is no longer true. Mutates."""

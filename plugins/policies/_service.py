@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from engine.core.request import Request
+from engine.core.request import Request, State
 
 Charge = Callable[[Request, float], None]
 
@@ -22,16 +22,17 @@ class Service:
 
     def settle(self, running: Iterable[Request]) -> None:
         """Charge all that run, and those that ended unseen (aborted) for the last time. Mutates."""
-        paid = self._paid
+        paid, cost_of, charge = self._paid, self._cost, self._charge
         for request in running:
             paid.setdefault(request, 0.0)
-        for request in [request for request in paid if request.finished]:
-            self.end(request)
-        for request, before in paid.items():
-            cost = self._cost(request)
+        for request, before in list(paid.items()):
+            if request.state is State.FINISHED:
+                self.end(request)
+                continue
+            cost = cost_of(request)
             if cost > before:
                 paid[request] = cost
-                self._charge(request, cost - before)
+                charge(request, cost - before)
 
     def end(self, request: Request) -> None:
         """Charge a request that ended for what it has not paid yet. Mutates. Call it once a request."""

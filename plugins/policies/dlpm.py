@@ -41,6 +41,7 @@ class DLPM(Policy):
 
     def __init__(self, options: Options | None = None) -> None:
         super().__init__(options)
+        self._per_output = float(self.options.output_weight)
         self.deficits: dict[str, float] = {}
         self._service = Service(self._cost, self._charge)
         self._standing = Standing()
@@ -50,9 +51,9 @@ class DLPM(Policy):
         """Tenants with quantum first, by cached prefix; as many places as there are slots, the rest by prefix."""
         if step.slots <= 0:
             return None
-        self._service.settle(step.running)
         if self._standing.holds(waiting):
             return waiting
+        self._service.settle(step.running)
         window = self._window(waiting)
         cached = {request: step.cached(request) for request in window}
         tenants = {request: self._tenant(request) for request in window}
@@ -92,7 +93,7 @@ class DLPM(Policy):
 
     def _cost(self, request: Request) -> float:
         uncached = max(0, request.num_prompt - request.cached_tokens)
-        return uncached + float(self.options.output_weight) * request.num_output
+        return uncached + self._per_output * request.num_output
 
     def _charge(self, request: Request, cost: float) -> None:
         tenant = self._tenant(request)

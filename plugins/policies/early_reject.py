@@ -1,7 +1,7 @@
 """``early-reject``: who cannot be done in time is told at once, and costs the others nothing.
 
 Source: overload-oriented early rejection of Mooncake (Qin et al., FAST 2025). The work of those that run and of those
-that wait before a request, over the measured rate, is when it can start. The hook ``order`` moves the hopeless to the
+that wait before a request, at the measured pace, is when it can start. The hook ``order`` moves the hopeless to the
 front, and ``admit`` rejects them there; else they would be found out only when their turn came.
 """
 
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from heapq import heapify, heapreplace
+from math import inf
 from typing import Literal
 
 from pydantic import Field
@@ -23,6 +25,8 @@ from engine.plugins.policies._metadata import deadline
 from engine.plugins.policies._pace import Pace
 
 PATIENCE = 8  # steps between two looks at the whole queue
+ROOMY = 10  # one part in so many of the pool is available: not pages but slots limit the batch
+MAX_PLACES = 1024
 
 
 class EarlyReject(Policy):
@@ -54,16 +58,15 @@ class EarlyReject(Policy):
         if self._pace.steps < self.options.warmup or step.index - self._looked < PATIENCE:
             return None
         self._looked = step.index
-        now, token = self.clock(), self._pace.token
-        work = sum(self._work(request) for request in step.running)
-        start = now if step.slots > len(waiting) else now + work * token
+        now = self.clock()
+        ends = self._busy(step, now)
         self._hopeless = {}
         for request in waiting:
-            late = self._late(request, start)
+            late = self._late(request, ends[0])
             if late > 0:
                 self._hopeless[request] = late
             else:
-                start += self._work(request) * token
+                heapreplace(ends, ends[0] + self._seconds(request))
         if not self._hopeless:
             return None
         return [*self._hopeless, *(request for request in waiting if request not in self._hopeless)]
@@ -83,18 +86,27 @@ class EarlyReject(Policy):
         for request in outcome.finished:
             self._lengths.learn(request)
 
+    # ---- inside
+
+    def _busy(self, step: StepView, now: float) -> list[float]:
+        """When each place in the batch becomes free, as a heap: of those that run, and the free ones if pages are."""
+        running, numbers = step.running, step.kv
+        spare = step.slots if numbers.available * ROOMY > numbers.total else 0
+        ends = [now] * min(spare, MAX_PLACES) + [now + self._seconds(request) for request in running]
+        heapify(ends)
+        return ends or [now]
+
+    def _seconds(self, request: Request, *, whole: bool = True) -> float:
+        """From its start to its end, or to its first token: the tokens it owes, and a step for each output token."""
+        owed = request.num_tokens - request.computed
+        steps = self._lengths.predict(request) - request.num_output if whole else 1.0
+        return owed * self._pace.token + steps * self._pace.step
+
     def _late(self, request: Request, start: float) -> float:
         """Seconds by which it would miss its deadline if it started at ``start``."""
         due = deadline(request, self.options.within)
-        if due == float("inf"):
+        if due == inf:
             return 0.0
-        work = request.num_tokens * self._pace.token
-        if self.options.of == "completion":
-            work += (self._lengths.predict(request) - request.num_output) * self._pace.step
         now = self.clock()
-        return now + (start + work - now) * float(self.options.margin) - due
-
-    def _work(self, request: Request) -> float:
-        """Tokens that it is still to be computed for: what it owes, and the output to come."""
-        owed = request.num_tokens - request.computed
-        return owed + self._lengths.predict(request) - request.num_output
+        end = start + self._seconds(request, whole=self.options.of == "completion")
+        return now + (end - now) * float(self.options.margin) - due

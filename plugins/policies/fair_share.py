@@ -43,6 +43,8 @@ class FairShare(Policy):
 
     def __init__(self, options: Options | None = None) -> None:
         super().__init__(options)
+        self._per_prompt = float(self.options.prompt_weight)
+        self._per_output = float(self.options.output_weight)
         self.counters: dict[str, float] = {}
         self._floor = 0.0  # where tenants that come back are lifted to
         self._queued: set[str] = set()  # tenants that waited when last asked
@@ -54,9 +56,9 @@ class FairShare(Policy):
         """The lowest counter first, counting for each start the prompt that it is about to be served."""
         if step.slots <= 0:
             return None
-        self._service.settle(step.running)
         if self._standing.holds(waiting):
             return waiting
+        self._service.settle(step.running)
         queues: dict[str, deque[Request]] = {}
         for request in waiting:
             queues.setdefault(self._tenant(request), deque()).append(request)
@@ -90,8 +92,8 @@ class FairShare(Policy):
         return weight if weight > 0 else 1.0
 
     def _cost(self, request: Request) -> float:
-        options = self.options
-        return float(options.prompt_weight * request.num_prompt + options.output_weight * request.num_output)
+        prompt = request.num_prompt
+        return self._per_prompt * prompt + self._per_output * (len(request.tokens) - prompt)
 
     def _charge(self, request: Request, cost: float) -> None:
         tenant = self._tenant(request)

@@ -26,8 +26,8 @@ KEYS = [
 ]  # fmt: skip
 HUGE = 10**400
 WEIRD = [
-    None, True, False, 0, -1, 3, 2**62, HUGE, -HUGE, 1e308, -1e308, float("nan"), float("inf"), float("-inf"), "", "nan",
-    "12", "-1e400", "x" * 10_000, "1" * 5000, [], [1], {}, {"a": [1]}, b"\xff", object(), "\ud800", 0.0, -0.0,
+    None, True, False, 0, -1, 3, 2**62, HUGE, -HUGE, 1e308, -1e308, float("nan"), float("inf"), float("-inf"), "",
+    "nan", "12", "-1e400", "x" * 10_000, "1" * 5000, [], [1], {}, {"a": [1]}, b"\xff", object(), "\ud800", 0.0, -0.0,
 ]  # fmt: skip
 every = pytest.mark.parametrize("name", POLICIES)
 
@@ -42,15 +42,15 @@ def workload(seed, count=24):
     for number in range(count):
         family = rng.randrange(4)
         prompt = [family * 50 + at for at in range(rng.randrange(0, 20))] + [500 + number] * rng.randrange(1, 12)
-        yield dict(
-            tokens=prompt,
-            params=SamplingParams(max_tokens=rng.randrange(1, 16)),
-            request_id=f"r{number}",
-            metadata={
+        yield {
+            "tokens": prompt,
+            "params": SamplingParams(max_tokens=rng.randrange(1, 16)),
+            "request_id": f"r{number}",
+            "metadata": {
                 "tenant": rng.choice("abc"), "category": f"c{family}", "predicted_tokens": rng.randrange(1, 16),
                 "retain": family, "retain_ttl": 60.0,
             },
-        )  # fmt: skip
+        }  # fmt: skip
 
 
 def run(core, requests, every_steps=2, weird=None):
@@ -70,8 +70,10 @@ def run(core, requests, every_steps=2, weird=None):
 
 
 @every
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize(("scheduler", "kvcache"), [("unified", "paged"), ("radix", "radix"), ("unified", "radix")])
+@pytest.mark.parametrize(
+    ("scheduler", "kvcache", "overlap"),
+    [("unified", "paged", False), ("unified", "paged", True), ("radix", "radix", False), ("unified", "radix", True)],
+)
 def test_texts_are_those_without_the_policy(name, scheduler, kvcache, overlap):
     def texts(plugin):
         executor = ShadowExecutor(lambda request: (sum(request.tokens) * 7 + request.num_tokens) % 900)
@@ -79,7 +81,7 @@ def test_texts_are_those_without_the_policy(name, scheduler, kvcache, overlap):
             scheduler=scheduler, kvcache=kvcache, executor=executor, policies=[plugin],
             num_pages=20, max_running=4, max_batch_tokens=32, overlap=overlap,
         )  # fmt: skip
-        requests = run(core, workload(seed=3))
+        requests = run(core, workload(seed=3, count=16))
         assert executor.mismatch is None
         assert core.hooks.faults() == []
         return [(request.output, request.finish) for request in requests]
@@ -88,10 +90,12 @@ def test_texts_are_those_without_the_policy(name, scheduler, kvcache, overlap):
 
 
 @every
-@pytest.mark.parametrize("key", KEYS)
-def test_whatever_clients_say_is_no_fault(name, key):
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_whatever_clients_say_is_no_fault(name, seed):
+    rng = random.Random(seed)
     core = make_core(kvcache="radix", executor=ShadowExecutor(), policies=[policy(name)], num_pages=16, max_running=3)
-    added = run(core, workload(seed=5, count=len(WEIRD)), every_steps=1, weird=lambda n: {key: WEIRD[n - 1]})
+    said = [dict(zip(KEYS, rng.sample(WEIRD, len(KEYS)), strict=True)) for _ in range(40)]
+    added = run(core, workload(seed=5, count=len(said)), every_steps=1, weird=lambda n: said[n - 1])
     assert core.hooks.faults() == []
     assert all(request.finished for request in added)
     if name != "early-reject":
@@ -99,7 +103,7 @@ def test_whatever_clients_say_is_no_fault(name, key):
 
 
 @every
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 10_000), radix=st.booleans(), aborts=st.booleans())
 def test_random_loads_run_dry_with_every_page_accounted_for(name, seed, radix, aborts):
     core = make_core(
@@ -126,7 +130,7 @@ def test_random_loads_run_dry_with_every_page_accounted_for(name, seed, radix, a
 
 @every
 def test_what_is_remembered_is_bounded_by_what_is_live(name):
-    """A thousand requests of a thousand tenants leave no growing books behind (means and counters are capped)."""
+    """Requests that ended or were aborted are forgotten."""
     plugin = policy(name)
     core = make_core(executor=ShadowExecutor(), policies=[plugin], num_pages=16, audit=False)
     for number in range(200):
