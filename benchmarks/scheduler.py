@@ -25,7 +25,7 @@ from _sides import CPU, PAGE_SIZE, WALL, Ours, Side, Sizes, Stopwatch
 Work = Callable[[Side, Stopwatch], int]
 """One turn of a side; returns the number of steps (or admissions) that it took."""
 
-COLUMNS = "{:<36}{:<6}{:>9}{:>9}{:>9}{:>9}{:>12}   {}"
+COLUMNS = "{:<38}{:<6}{:>9}{:>9}{:>9}{:>9}{:>12}   {}"
 HEAD = COLUMNS.format("scenario", "side", "plan", "commit", "both", "cpu", "ns/running", "vllm/ours: wall, cpu")
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from engine.cli import doctor, generate, plugins, replay, serve
+from engine.cli import doctor, generate, plugin_check, plugin_new, plugin_show, plugins, replay, serve
 from engine.cli.flags import split_dotted
 from engine.core.errors import EngineError
 
@@ -19,8 +19,13 @@ COMMANDS = {
     "serve": serve.serve,
     "generate": generate.generate,
     "doctor": doctor.doctor,
-    "plugins": plugins.plugins,
     "replay": replay.replay,
+}
+OF_PLUGINS = {
+    "list": plugins.plugins,
+    "show": plugin_show.show,
+    "new": plugin_new.new,
+    "check": plugin_check.check,
 }
 TAKE_NO_PLUGIN_OPTIONS = {"replay"}
 
@@ -34,6 +39,11 @@ def build() -> typer.Typer:
     app.callback()(_common)
     for name, command in COMMANDS.items():
         app.command(name)(_clean(command))
+    group = typer.Typer(invoke_without_command=True)
+    group.callback()(_clean(_when_alone(plugins.plugins)))
+    for name, command in OF_PLUGINS.items():
+        group.command(name)(_clean(command))
+    app.add_typer(group, name="plugins")
     return app
 
 
@@ -58,6 +68,17 @@ def _common(
     """An LLM serving engine made of plugins."""
     if ctx.obj and ctx.invoked_subcommand in TAKE_NO_PLUGIN_OPTIONS:
         raise typer.BadParameter(f"'{ctx.invoked_subcommand}' takes no plugin options such as --{next(iter(ctx.obj))}")
+
+
+def _when_alone(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The command of a group that was named without a command of its own."""
+
+    @functools.wraps(command)
+    def wrapper(ctx: typer.Context, **given: Any) -> None:
+        if ctx.invoked_subcommand is None:
+            command(ctx=ctx, **given)
+
+    return wrapper
 
 
 def _clean(command: Callable[..., Any]) -> Callable[..., Any]:

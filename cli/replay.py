@@ -41,11 +41,12 @@ def _replay(path: Path) -> Report:
     if kind is None:
         return Report(name, 0, unsupported="not a trace of a known kind")
     try:
-        return kind.replay(data)
+        report: Report = kind.replay(data)
     except NotReplayable as error:
-        return Report(name, 0, unsupported=str(error))
+        report = Report(name, 0, unsupported=str(error))
     except (KeyError, IndexError, TypeError, ValueError, EngineError) as error:  # the other files are replayed
-        return Report(name, 0, unsupported=f"it does not hold together: {type(error).__name__}: {error}")
+        report = Report(name, 0, unsupported=f"it does not hold together: {type(error).__name__}: {error}")
+    return report
 
 
 def _read(path: Path) -> Mapping[str, Any]:

@@ -21,6 +21,7 @@ class Why(StrEnum):
     PAGES = "pages"  # not enough free and evictable KV pages
     RESERVE = "reserve"  # pages exist, but are reserved for the future decode of those that run
     PREFILL_BUDGET = "prefill_budget"  # the scheduler's own limit on prefill work, of a step or of one request in it
+    DELAY = "delay"  # prefill is held back for a few steps, so that more of it shares a batch
     CHUNK = "chunk"  # another request's prompt is being computed in chunks
     PREEMPTION = "preemption"  # somebody was preempted in this step: nobody is admitted
     ADAPTERS = "adapters"  # as many adapters are at work as may

@@ -21,10 +21,10 @@ def isolate(core: EngineCore, outcome: Outcome, step: Step) -> None:
     spoilt = list(failed)
     steps = [step, *core.flight.steps()]
     for each in steps:
-        spoilt += [request for request in each.dependents(spoilt) if request not in spoilt]
+        spoilt += [request for request in each.journal.dependents(spoilt) if request not in spoilt]
     for each in steps:
         for request in spoilt:
-            core.kv.unpublish(each.journal.pop(request, []))
+            core.kv.unpublish(each.journal.take_back(request))
     for request in spoilt:
         if request not in failed:
             start_again(core, request)
@@ -36,8 +36,7 @@ def fail_step(core: EngineCore, plan: Plan, why: str) -> None:
     later = core.flight.abandon()
     core.counters.failed_steps += 1
     for each in [step, *[planned.step for planned in later]]:
-        for keys in each.journal.values():
-            core.kv.unpublish(keys)
+        core.kv.unpublish(each.journal.take_back_all())
     for request, epoch in zip(plan.requests, plan.epochs, strict=True):
         if request.epoch == epoch:
             core.fail(request, f"the step failed: {why}")

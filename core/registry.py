@@ -7,8 +7,10 @@ is broken and not asked for is a line in ``engine plugins``.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -86,6 +88,15 @@ class Registry:
     def names(self, role: str) -> list[str]:
         """Names that configuration can select for a role."""
         return sorted({entry.name for entry in self._entries[role]})
+
+    def owners(self) -> list[tuple[str, str, str]]:
+        """(role, name, distribution) of every installed plugin. Imports none of them."""
+        return [(role, entry.name, _distribution(entry)) for role, found in self._entries.items() for entry in found]
+
+    def named(self, name: str) -> list[tuple[str, str]]:
+        """(role, name) of every plugin of that name; only where there is none, of those with that alias."""
+        found = dict.fromkeys((role, own) for role, own, _ in self.owners() if own == name)
+        return list(found) or [(role, entry.name) for role in self._entries for entry in self._by_alias(role, name)]
 
     def listing(self) -> list[PluginListing]:
         """Every installed plugin; each is imported to see whether it works."""
@@ -169,7 +180,13 @@ def build(found: Found, selection: Selection) -> Plugin:
 
 def make(role: str, name: str, options: Mapping[str, Any] | None = None) -> Plugin:
     """An installed plugin by name, with its options. Raises as ``Registry.select`` and ``build`` do."""
-    return build(Registry().select(role, name), Selection(name=name, options=dict(options or {})))
+    return build(_installed(tuple(sys.path)).select(role, name), Selection(name=name, options=dict(options or {})))
+
+
+@lru_cache(maxsize=1)
+def _installed(_path: tuple[str, ...]) -> Registry:
+    """What is installed on this path, looked up once a process."""
+    return Registry()
 
 
 def check_capabilities(plugins: Sequence[Plugin]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from engine.core.errors import InvariantViolation
+from engine.core.journal import Journal
 from engine.core.plan import NO_DRAFT, KVNumbers, Plan, Reject, Room, Wait, Why
 from engine.core.protocols import Match
 from engine.core.request import Request, State
@@ -50,10 +51,8 @@ class Step:
         "_size",
         "_waits",
         "admitted",
-        "adopters",
         "budget",
         "evicted",
-        "fresh",
         "index",
         "journal",
         "override",
@@ -78,14 +77,12 @@ class Step:
         self.preempted: list[Request] = []
         self.evicted = 0
         self.taken = 0
-        self.journal: dict[Request, list[object]] = {}  # keys that this step published before they are computed
+        self.journal = Journal()
         self._rows = Rows()
         self._prefilled = core.kv.publish_when == "prefilled"
         self._published: set[Request] = set()  # prompts in progress that were published in this step
         self._deferred: dict[Request, int] = {}  # pages granted but not taken yet
         self._deferred_pages = 0
-        self.fresh: dict[int, Request] = {}  # page published before it is computed -> who computes it
-        self.adopters: dict[Request, list[Request]] = {}  # publisher -> who started on its fresh pages
         self._waits: dict[str, tuple[Why, str]] = {}
         self._asked = False
         self.plan: Plan | None = None
@@ -269,7 +266,8 @@ class Step:
             self._kv.release(request, keep=0)
             request.pages = []
             return self._refuse(request, Why.PAGES)
-        self._note_adopter(request, adopted)
+        for step in (self, *core.flight.steps()):
+            step.journal.adopt(request, adopted)
         core.enter(request, match.tokens)
         request.drafts = (NO_DRAFT,) * max(0, count - room.owed)
         self.admitted.append(request)
@@ -321,18 +319,7 @@ class Step:
 
     def may_preempt(self, request: Request) -> bool:
         """True where the request runs and nobody depends on what it computes in this step."""
-        return request.state is State.RUNNING and request not in self.adopters and self.plan is None
-
-    def dependents(self, requests: Sequence[Request]) -> list[Request]:
-        """Requests that adopted, directly or through others, pages that these were to compute in this step."""
-        found: list[Request] = []
-        pending = list(requests)
-        while pending:
-            for adopter in self.adopters.get(pending.pop(), ()):
-                if adopter not in found:
-                    found.append(adopter)
-                    pending.append(adopter)
-        return found
+        return request.state is State.RUNNING and not self.journal.is_adopted(request) and self.plan is None
 
     def seal(self, mode: str = "mixed", *, otherwise: Why | None = None, drafting: int = 0) -> Plan:
         """Close the step: the immutable plan, with a reason for every request that waits. Call it once, last.
@@ -379,14 +366,6 @@ class Step:
         if request.state is State.WAITING:
             self._waits[request.id] = (why, "")
         return 0
-
-    def _note_adopter(self, request: Request, pages: Sequence[int]) -> None:
-        """The request starts on pages, some of which are only being computed, in this step or in one before."""
-        for step in (self, *self._core.flight.steps()):
-            for page in step.fresh.keys() & pages if step.fresh else ():
-                adopters = step.adopters.setdefault(step.fresh[page], [])
-                if request not in adopters:
-                    adopters.append(request)
 
     def _take_each(self, requests: Sequence[Request], first: int, end: int) -> None:
         """Pages of one token: every decode takes one, so all that decode take theirs at once, if there are so many."""
@@ -461,8 +440,7 @@ class Step:
         """Publish up to ``upto``; ``step`` computes what lies beyond ``before`` (``None``: it is computed)."""
         publication = self._kv.publish(request, upto)
         if publication.keys and step is not None:
-            step.journal.setdefault(request, []).extend(publication.keys)
-            step.fresh.update(dict.fromkeys(request.pages[before // self._size : upto // self._size], request))
+            step.journal.enter(request, publication.keys, request.pages[before // self._size : upto // self._size])
 
     def _reach(self, upto: int, lookahead: int) -> int:
         """Tokens to have pages for: no sequence grows beyond the model's length."""
@@ -487,5 +465,4 @@ class Step:
             return
         self._deferred_pages -= self._deferred.pop(request, 0)
         self.budget += count
-        self.fresh = {page: owner for page, owner in self.fresh.items() if owner is not request}
-        self._kv.unpublish(self.journal.pop(request, []))
+        self._kv.unpublish(self.journal.take_back(request))

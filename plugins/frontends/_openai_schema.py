@@ -47,7 +47,6 @@ HARMLESS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "parallel_tool_calls": (_one_of(True, False), "true or false"),
     "prediction": (_empty, "nothing"),
     "presence_penalty": (_number(0), "0"),
-    "prompt_cache_key": (_text, "a string"),
     "prompt_logprobs": (_empty, "nothing (log-probabilities are not available yet)"),
     "repetition_penalty": (_number(1), "1"),
     "response_format": (lambda value: value == {"type": "text"}, '{"type": "text"}'),
@@ -97,6 +96,9 @@ class Sampling(Strict):
     cache_salt: str | None = Field(None, description="separates this prompt's cached prefix from those of other salts")
     user: str | None = Field(None, description="handed to policies as metadata")
     metadata: dict[str, str] | None = Field(None, description="handed to policies")
+    prompt_cache_key: str | None = Field(
+        None, description="names a conversation: a cache with sessions keeps its prefix for the next turn"
+    )
 
     def sampling(self, max_tokens: int | None, choice: int) -> SamplingParams:
         """Parameters of one choice. Choice k draws from seed + k, so that choices differ and can be repeated."""
@@ -118,7 +120,8 @@ class Sampling(Strict):
 
     def tags(self) -> dict[str, Any]:
         """What policies may read of the request."""
-        return {**(self.metadata or {}), **({"user": self.user} if self.user is not None else {})}
+        named = {"user": self.user, "session": self.prompt_cache_key}
+        return {**(self.metadata or {}), **{key: value for key, value in named.items() if value is not None}}
 
     @property
     def wants_usage(self) -> bool:

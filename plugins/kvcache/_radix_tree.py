@@ -32,6 +32,7 @@ class Node:
         "priority",
         "queued",
         "used",
+        "warm",
     )
 
     def __init__(
@@ -47,6 +48,7 @@ class Node:
         self.priority = priority  # the greatest of the inserts that went through it
         self.created = now
         self.used = now
+        self.warm = 0  # sessions whose path goes through it: with any it goes after all without
         self.queued = False  # has an entry in the order of eviction
 
 
@@ -78,6 +80,7 @@ class RadixTree:
     Args:
         page_size: tokens a page.
         strategy: which leaf goes first, one of ``STRATEGIES``.
+        keeps_warm: nodes on a warm path go after all others.
 
     Attributes:
         root: pinned for ever, holds nothing.
@@ -86,14 +89,15 @@ class RadixTree:
         count: nodes, the root not counted.
     """
 
-    def __init__(self, page_size: int, strategy: str = "lru") -> None:
+    def __init__(self, page_size: int, strategy: str = "lru", *, keeps_warm: bool = False) -> None:
         self.root = Node(None, b"", b"", [], 0)
         self.root.locks = 1
         self.evictable = 0
         self.protected = 0
         self.count = 0
         self._page = page_size * TOKEN_BYTES
-        self._order = STRATEGIES[strategy]
+        order = STRATEGIES[strategy]
+        self._order = (lambda node: (node.warm > 0, order(node))) if keeps_warm else order
         self._falls = strategy == "mru"  # use makes a node go earlier, so its entry must be renewed at once
         self._clock = 0
         self._heap: list[tuple[Any, int, Node]] = []  # evictable leaves; an entry may have aged: see ``victims``
@@ -186,6 +190,18 @@ class RadixTree:
                 if not passed.children:
                     self._offer(passed)
         return self.evictable - before
+
+    def warm(self, node: Node) -> None:
+        """The path to a node is evicted after all that is not warm. Mutates."""
+        for passed in path(node):
+            passed.warm += 1
+
+    def cool(self, node: Node) -> None:
+        """Take one ``warm`` back. Mutates."""
+        for passed in path(node):
+            passed.warm -= 1
+            if not (passed.warm or passed.locks or passed.children):
+                self._push(passed)  # it goes earlier now
 
     def remove(self, node: Node) -> bool:
         """Take an evictable leaf out; False where it is none. Its pages are the caller's then. Mutates."""
@@ -321,7 +337,7 @@ class RadixTree:
         pages = cut // self._page
         self._clock += 1
         upper = Node(parent, node.namespace, node.key[:cut], node.pages[:pages], self._clock, node.priority)
-        upper.locks, upper.hits = node.locks, node.hits
+        upper.locks, upper.hits, upper.warm = node.locks, node.hits, node.warm
         parent.children[self._branch(node)] = upper
         node.parent, node.namespace = upper, b""
         node.key, node.pages = node.key[cut:], node.pages[pages:]

@@ -110,7 +110,7 @@ class PagedCache(KVCache):
         first = chain.published
         if full <= first:
             return Publication()
-        keys = list(zip(request.pages[first:full], self._digests(request, full)[first:full], strict=True))
+        keys = tuple(zip(request.pages[first:full], self._digests(request, full)[first:full], strict=True))
         key_of, page_of = self._key_of, self._page_of
         for page, digest in keys:
             key_of[page] = digest

@@ -13,6 +13,7 @@ last child goes.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
@@ -22,6 +23,7 @@ from engine.core.errors import ConfigError, InvariantViolation
 from engine.core.plan import Candidate, KVNumbers
 from engine.core.protocols import Context, KVCache, Match, PluginOptions, Publication
 from engine.core.request import Request
+from engine.plugins.kvcache._radix_sessions import Sessions
 from engine.plugins.kvcache._radix_tree import TOKEN_BYTES, Node, RadixTree, path
 
 
@@ -53,6 +55,13 @@ class RadixCache(KVCache):
             "lru", description="which unused leaf goes first: by last use, by age, by hits, or the least important"
         )
 
+        session_slots: int = Field(
+            0, ge=0, description="conversations (metadata 'session') whose prefix is evicted after all others"
+        )
+        session_ttl: float = Field(600.0, gt=0, description="seconds of silence after which a conversation is over")
+
+    clock = staticmethod(time.monotonic)  # seconds, for sessions
+
     def start(self, context: Context) -> None:
         """Raises ``ConfigError`` where token ids do not fit in the keys."""
         if context.limits.vocab_size > 2 ** (8 * TOKEN_BYTES):
@@ -60,7 +69,9 @@ class RadixCache(KVCache):
         self._pool = context.pool
         self._page_size = context.pool.page_size
         self.caching = self.options.enable_prefix_caching
-        self.tree = RadixTree(self._page_size, self.options.eviction_policy)
+        slots: int = self.options.session_slots
+        self.tree = RadixTree(self._page_size, self.options.eviction_policy, keeps_warm=slots > 0)
+        self.sessions = Sessions(self.tree, slots, self.options.session_ttl, self.clock) if slots else None
         self._private = 0
 
     # ---- the protocol
@@ -121,11 +132,14 @@ class RadixCache(KVCache):
         hold = request.kv_state
         if not isinstance(hold, Hold) or hold.node is None:
             return
-        covered = hold.pages
+        covered, end = hold.pages, hold.node
         full = min(keep // self._page_size, len(request.pages))
         if self.caching and full and full >= covered and request.computed >= request.prefill_target:
-            self._insert(request, hold, full, chunked=False)
+            end = self._insert(request, hold, full, chunked=False)
             covered = full
+        session = request.metadata.get("session") if self.sessions is not None and request.finished else None
+        if self.sessions is not None and isinstance(session, str):
+            self.sessions.keep(session, end)
         rest = request.pages[covered:]
         self._private -= len(rest)
         self._pool.give(rest)
@@ -134,6 +148,8 @@ class RadixCache(KVCache):
 
     def victims(self, need: int) -> Sequence[object]:
         """Unpinned leaves in the strategy's order, parents as they become leaves. The tree is not changed."""
+        if self.sessions is not None:
+            self.sessions.expire()
         return self.tree.victims(need)
 
     def candidates(self) -> Sequence[Candidate]:
@@ -146,7 +162,12 @@ class RadixCache(KVCache):
         for node in keys:
             if need is not None and freed >= need:
                 break
-            if isinstance(node, Node) and self.tree.remove(node):
+            if not isinstance(node, Node):
+                continue
+            parent = node.parent
+            if self.tree.remove(node):
+                if self.sessions is not None and parent is not None:
+                    self.sessions.evicted(node, parent)
                 self._pool.give(node.pages)
                 freed += len(node.pages)
         return freed

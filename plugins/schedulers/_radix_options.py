@@ -34,6 +34,15 @@ class RadixOptions(PluginOptions):
     retraction_policy: Literal["length", "priority"] = Field(
         "length", description="who is retracted first: fewest tokens generated, or least urgent"
     )
+    prefill_delay_passes: int = Field(
+        0, ge=0, description="most steps in a row that prefill is held back, so that more of it shares a batch"
+    )
+    prefill_delay_queue_ratio: float | None = Field(
+        None, gt=0, description="hold prefill back until the queue is this share of those that decode"
+    )
+    prefill_delay_low_usage: float | None = Field(
+        None, gt=0, le=1, description="share of the pool in use below which prefill is never held back"
+    )
     bound_starvation: bool = Field(False, description="apply the two bounds below")
     max_prefill_streak: int = Field(
         16, ge=1, description="prefill batches in a row while others could decode, before these get a step"

@@ -17,12 +17,14 @@ after a retraction.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from engine.core.hookspecs import hookimpl
 from engine.core.plan import EvictionPool, Plan, Room, Why
 from engine.core.protocols import Context, Scheduler
 from engine.core.request import Request, State
 from engine.core.step import Step
+from engine.plugins.schedulers._prefill_delayer import PrefillDelayer
 from engine.plugins.schedulers._radix_ledger import Ledger, Resource
 from engine.plugins.schedulers._radix_options import RadixOptions, chunk_size
 from engine.plugins.schedulers._radix_policy import QueueOrder
@@ -63,6 +65,9 @@ class RadixScheduler(Scheduler):
         self.min_ratio = self.init_ratio * MIN_RATIO_FACTOR
         self.new_token_ratio = self.init_ratio
         self.preempts = options.enable_priority_scheduling and not options.disable_priority_preemption
+        self.delayer = PrefillDelayer(
+            options.prefill_delay_passes, options.prefill_delay_queue_ratio, options.prefill_delay_low_usage
+        )
         self.streak = 0  # prefill batches in a row while others could decode
         self.longest_streak = 0
         self.queue_order = QueueOrder(
@@ -84,7 +89,11 @@ class RadixScheduler(Scheduler):
         if self.options.waiting_timeout is not None:
             step.expire(self.options.waiting_timeout)
         self._merge_last(step)
+        if self._held_back(step):
+            self._decode(step)
+            return step.seal("decode", otherwise=Why.DELAY)
         if not self._decodes_are_due() and self._prefill(step):
+            self.delayer.started(len(step.admitted))
             mode = "mixed" if self._ride_along(step) else "extend"
             self.streak = self.streak + 1 if self.batch else 0
             self.longest_streak = max(self.longest_streak, self.streak)
@@ -170,6 +179,15 @@ class RadixScheduler(Scheduler):
         self.last = ledger.joined
         return bool(ledger.joined)
 
+    def _held_back(self, step: Step) -> bool:
+        """Whether prefill waits for company; a prompt in progress goes on."""
+        if not self.options.prefill_delay_passes or self.chunked is not None:
+            return False
+        kv = step.kv
+        return self.delayer.holds(
+            decoding=len(self.batch), slots=step.slots, waiting=step.waiting, usage=kv.pinned / kv.total
+        )
+
     def _decodes_are_due(self) -> bool:
         options = self.options
         return bool(options.bound_starvation and self.batch and self.streak >= options.max_prefill_streak)
@@ -201,7 +219,7 @@ class RadixScheduler(Scheduler):
                 self.full = True
             if self.full and not (self.preempts and self._preempt_for(request, step, ledger)):
                 break
-            if not step.start(request, lambda room, r=request: self._decide(r, room, step, ledger), defer=True):
+            if not step.start(request, partial(self._decide, request, step=step, ledger=ledger), defer=True):
                 self.full = self.full or step.refused is Why.RESERVE
                 break
             ledger.charge(request, step.granted(request), whole=not request.debt)

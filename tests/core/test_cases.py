@@ -531,9 +531,14 @@ def test_b45_preempted_after_any_token_the_output_is_the_same(scheduler, kvcache
 
     def run(at: int | None) -> tuple[list[int], str | None]:
         core = make_core(
-            scheduler=scheduler, kvcache=kvcache, executor=ShadowExecutor(next_token), overlap=overlap, num_pages=64
+            scheduler=scheduler,
+            kvcache=kvcache,
+            executor=ShadowExecutor(next_token),
+            overlap=overlap,
+            num_pages=64,
+            audit=False,
         )
-        core.add([1, 2, 3, 4, 5], SamplingParams(max_tokens=40), request_id="beside")
+        core.add([1, 2, 3, 4, 5], SamplingParams(max_tokens=25), request_id="beside")
         request = core.add([9, 8, 7, 6, 5, 4], params, request_id="it")
         got: list[int] = []
         left = times
@@ -544,6 +549,7 @@ def test_b45_preempted_after_any_token_the_output_is_the_same(scheduler, kvcache
             if at is not None and left and request.state is State.RUNNING and request.num_output >= at:
                 core.give_up(request, front=left % 2 == 0)
                 left -= 1
+        core.check()
         assert core.executor.mismatch is None
         assert got == request.output, "streamed twice, or not at all"
         return got, request.finish

@@ -2,9 +2,9 @@
 
 Example::
 
-    from engine.testing import ScriptedExecutor, make_core
+    from engine.testing import ScriptedModel, make_core
 
-    core = make_core(scheduler="radix", kvcache="paged", num_pages=8, page_size=4)
+    core = make_core(scheduler="radix", kvcache="paged", executor=ScriptedModel({"a": [7, 8]}), num_pages=8)
     core.add([1, 2, 3], SamplingParams(max_tokens=2), request_id="a")
     while core.has_work:
         core.step()
@@ -13,308 +13,41 @@ Example::
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from engine.testing.doubles import DoNothing, FaultyCache, FaultyConnector
+from engine.testing.executors import KVMismatch, ScriptedExecutor, ScriptedModel, ShadowExecutor, Witness
+from engine.testing.guard import Violation
+from engine.testing.harness import Harness
+from engine.testing.making import make_core
+from engine.testing.suites import (
+    SUITES,
+    ConnectorSuite,
+    ExecutorSuite,
+    KVCacheSuite,
+    PolicySuite,
+    SchedulerSuite,
+    Suite,
+)
+from engine.testing.workload import Situation, Workload
 
-from engine.core.continuation import Continuations, Row
-from engine.core.hookspecs import hookimpl
-from engine.core.loop import EngineCore
-from engine.core.plan import EvictionPool, Outcome, Plan
-from engine.core.protocols import Connector, Executor, KVCache, Limits, ModelInfo, Plugin, Policy, Scheduler
-from engine.core.registry import make
-from engine.core.request import Request
-
-__all__ = ["DoNothing", "KVMismatch", "ScriptedExecutor", "ShadowExecutor", "make_core"]
-
-Script = Mapping[str, Sequence[int]] | Callable[[Request], int]
-
-
-class ScriptedExecutor(Executor):
-    """Emits chosen tokens, fails when told to. No model, no torch.
-
-    Args:
-        script: request id -> its output tokens in order (the last one repeats), or a function of the request to its
-            next token. Default: the number of tokens known so far, modulo the vocabulary.
-        vocab_size: token ids are below this.
-        max_model_len: most tokens of one request.
-        eos_ids: tokens that end a request.
-
-    Attributes:
-        plans: every plan executed, in order.
-        fail_next: how many coming steps raise.
-        row_errors: request id -> message: its next row fails alone.
-        drafter: a request, as it will be after the step -> drafts of its next tokens; ``None``: no drafts.
-        broken_cause: what ``broken`` answers after a failed step.
-    """
-
-    name = "scripted"
-
-    def __init__(
-        self,
-        script: Script | None = None,
-        *,
-        vocab_size: int = 1000,
-        max_model_len: int = 4096,
-        eos_ids: frozenset[int] = frozenset(),
-    ) -> None:
-        super().__init__()
-        self.script = script
-        self.info = ModelInfo(
-            name="scripted", vocab_size=vocab_size, max_model_len=max_model_len, eos_ids=eos_ids, fingerprint="scripted"
-        )
-        self.plans: list[Plan] = []
-        self.fail_next = 0
-        self.row_errors: dict[str, str] = {}
-        self.drafter: Callable[[Request], tuple[int, ...]] | None = None
-        self.broken_cause: str | None = None
-        self.known: list[Request] = []  # the last plan's requests with all tokens known when it is computed
-        self.verified: list[tuple[int, ...]] = []
-        self._continuations = Continuations()
-        self._resolved: list[Row] = []
-        self.forgotten: list[str] = []
-
-    def load(self) -> ModelInfo:
-        """As constructed."""
-        return self.info
-
-    def allocate(self, num_pages: int, page_size: int) -> None:
-        """There is no KV memory."""
-
-    def execute(self, plan: Plan) -> Outcome:
-        """The scripted tokens. Raises ``RuntimeError`` while ``fail_next`` is above 0."""
-        if self.fail_next > 0:
-            self.fail_next -= 1
-            raise RuntimeError("a scripted failure")
-        self.plans.append(plan)
-        self._resolved = self._continuations.rows(plan)
-        self.known = [_known(request, row) for request, row in zip(plan.requests, self._resolved, strict=True)]
-        rows = list(zip(self.known, plan.samples, strict=True))
-        self.verified = [self._drafts(plan, number) for number in range(len(rows))]
-        tokens = [self._emit(r, drafts) if s else () for (r, s), drafts in zip(rows, self.verified, strict=True)]
-        proposals: dict[int, tuple[int, ...]] = {}
-        if self.drafter is not None:
-            for number, (request, samples) in enumerate(rows):
-                if samples:
-                    proposals[number] = self.drafter(_extended(request, tokens[number]))
-        failed = {n: self.row_errors.pop(r.id) for n, (r, _) in enumerate(rows) if r.id in self.row_errors}
-        tokens = [() if number in failed else row for number, row in enumerate(tokens)]
-        return self._continuations.keep(Outcome(plan, tokens, failed, proposals))
-
-    def broken(self) -> str | None:
-        """``broken_cause``."""
-        return self.broken_cause
-
-    def forget(self, request: Request) -> None:
-        """Noted, so that a test can see that every request is forgotten once."""
-        self.forgotten.append(request.id)
-
-    def _drafts(self, plan: Plan, row: int) -> tuple[int, ...]:
-        """What a row verifies: as planned; or, planned before the step before was computed, what the drafter says."""
-        planned = plan.drafts.get(plan.requests[row], ())
-        if not planned or self.drafter is None or not plan.awaits or plan.awaits[row] < 0:
-            return tuple(planned)
-        return (*self.drafter(self.known[row]), *planned)[: len(planned)]
-
-    def _emit(self, request: Request, drafts: Sequence[int]) -> tuple[int, ...]:
-        """The next token; and as long as a draft equals it, the one after."""
-        tokens = [self._next(request)]
-        for draft in drafts:
-            if draft != tokens[-1]:
-                break
-            tokens.append(self._next(_extended(request, tokens)))
-        return tuple(tokens)
-
-    def _next(self, request: Request) -> int:
-        if callable(self.script):
-            return self.script(request)
-        if self.script is not None and request.id in self.script:
-            output = self.script[request.id]
-            return output[min(request.num_output, len(output) - 1)]
-        return request.num_tokens % self.info.vocab_size
-
-
-def _known(request: Request, row: Row) -> Request:
-    """The request as it is once the step before its row's is committed (zeros stand for what a failed row yields)."""
-    before = [*request.tokens, *row.before][: row.start]
-    return replace(request, tokens=[*before, *[0] * (row.start - len(before)), *row.tokens])
-
-
-def _extended(request: Request, tokens: Sequence[int]) -> Request:
-    """The request as it would be with more tokens."""
-    return replace(request, tokens=[*request.tokens, *tokens])
-
-
-class DoNothing(Policy):
-    """Is asked everything that a policy can be, and has no opinion: what a plugin costs and must not change."""
-
-    name = "do-nothing"
-
-    @hookimpl
-    def order(self, waiting: Sequence[Request]) -> None:
-        """As it stands."""
-
-    @hookimpl
-    def admit(self, request: Request) -> None:
-        """No objection."""
-
-    @hookimpl
-    def evict(self, need: int, pool: EvictionPool) -> None:
-        """Whatever the next one says."""
-
-    @hookimpl
-    def commit(self, outcome: Outcome) -> None:
-        """No books."""
-
-
-class KVMismatch(AssertionError):
-    """A row was about to attend to KV that is not that of its own tokens: a real model would write wrong text."""
-
-
-class ShadowExecutor(ScriptedExecutor):
-    """A scripted model over KV memory that remembers, for each token slot, which sequence wrote it.
-
-    Like a real executor it writes the KV of all rows first and reads after, so twins of one step may share pages. Every
-    read is compared with what the row's own tokens would have written; the first difference raises ``KVMismatch``.
-
-    In overlap mode a row may rightly read garbage, if what it continues has failed and its result is dropped. There
-    ``mismatch`` is set when the result of such a row is committed: run ``witness`` among the policies (``make_core``
-    does).
-
-    Attributes:
-        mismatch: the first row that counted and had read foreign or unwritten KV, in words.
-        witness: a policy that looks at what is committed.
-    """
-
-    def __init__(self, script: Script | None = None, **model: Any) -> None:
-        super().__init__(script, **model)
-        self.mismatch: str | None = None
-        self.suspects: dict[int, dict[int, str]] = {}  # step -> row -> what it should not have read
-        self.witness = Witness(self)
-
-    def allocate(self, num_pages: int, page_size: int) -> None:
-        """Memory of ``num_pages x page_size`` slots, all unwritten."""
-        self._slots: list[list[int | None]] = [[None] * page_size for _ in range(num_pages)]
-        self._size = page_size
-        self._prefixes: dict[str, list[int]] = {}
-
-    def execute(self, plan: Plan) -> Outcome:
-        """Write, then read and compare. Raises what ``ScriptedExecutor`` does, before anything is written."""
-        outcome = super().execute(plan)
-        starts = [row.start for row in self._resolved]
-        marks = [
-            self._marks(request, start + count, drafts)
-            for request, start, count, drafts in zip(self.known, starts, plan.counts, self.verified, strict=True)
-        ]
-        rows = list(zip(plan.requests, starts, plan.counts, plan.tables, marks, strict=True))
-        for _, start, count, table, wanted in rows:
-            for at in range(start, start + count):
-                self._slots[table[at // self._size]][at % self._size] = wanted[at]
-        suspects: dict[int, str] = {}
-        for row, (request, start, count, table, wanted) in enumerate(rows):
-            for at in range(start + count):
-                if self._slots[table[at // self._size]][at % self._size] != wanted[at]:
-                    suspects[row] = f"step {plan.index}: {request!r} reads foreign or unwritten KV at token {at}"
-                    break
-        if suspects and not plan.awaits:
-            self.mismatch = next(iter(suspects.values()))
-            raise KVMismatch(self.mismatch)
-        self.suspects[plan.index] = suspects
-        for row in {*outcome.errors, *suspects}:  # what they have written is garbage: whoever reads it must be caught
-            _, start, count, table, _ = rows[row]
-            for at in range(start, start + count):
-                self._slots[table[at // self._size]][at % self._size] = None
-        return outcome
-
-    def forget(self, request: Request) -> None:
-        """Drop the request's marks too."""
-        super().forget(request)
-        self._prefixes.pop(request.id, None)
-
-    def _marks(self, request: Request, upto: int, drafts: Sequence[int]) -> list[int]:
-        """A mark per position that depends on the namespace and all tokens (and drafts) up to it."""
-        marks = self._prefixes.setdefault(request.id, [])
-        for at in range(len(marks), min(upto, len(request.tokens))):
-            marks.append(hash((marks[-1] if marks else request.namespace, request.tokens[at])))
-        if upto <= len(request.tokens):
-            return marks
-        drafted = list(marks)  # drafts may be rejected: their marks are not remembered
-        for draft in drafts[: upto - len(request.tokens)]:
-            drafted.append(hash((drafted[-1], draft)))
-        return drafted
-
-
-class Witness(Policy):
-    """Sees which rows of a ``ShadowExecutor``'s steps count. Answers nothing."""
-
-    name = "witness"
-
-    def __init__(self, executor: ShadowExecutor) -> None:
-        super().__init__()
-        self._executor = executor
-
-    @hookimpl
-    def commit(self, outcome: Outcome) -> None:
-        """A row that read what it should not have is a mismatch, unless its result was dropped."""
-        for row, words in self._executor.suspects.pop(outcome.plan.index, {}).items():
-            if row not in outcome.dropped and row not in outcome.errors:
-                self._executor.mismatch = self._executor.mismatch or words
-
-
-def make_core(
-    *,
-    scheduler: str | Scheduler = "unified",
-    kvcache: str | KVCache = "paged",
-    executor: Executor | None = None,
-    policies: Sequence[Policy | str] = (),
-    connectors: Sequence[Connector] = (),
-    num_pages: int = 64,
-    page_size: int = 4,
-    max_model_len: int | None = None,
-    max_batch_tokens: int = 64,
-    max_running: int = 8,
-    max_waiting: int = 1000,
-    audit: bool = True,
-    overlap: bool = False,
-    core: type[EngineCore] = EngineCore,
-    scheduler_options: Mapping[str, Any] | None = None,
-    kvcache_options: Mapping[str, Any] | None = None,
-    clock: Callable[[], float] = time.monotonic,
-) -> EngineCore:
-    """An engine core around a scripted model, audited after every step. Plugins by name or as instances."""
-    executor = executor or ScriptedExecutor()
-    model = executor.load()
-    limits = Limits(
-        max_model_len=min(max_model_len or model.max_model_len, model.max_model_len),
-        max_batch_tokens=max_batch_tokens,
-        max_running=max_running,
-        page_size=page_size,
-        num_pages=num_pages,
-        vocab_size=model.vocab_size,
-        max_waiting=max_waiting,
-    )
-    executor.allocate(num_pages, page_size)
-    chosen_scheduler = _plugin("scheduler", scheduler, scheduler_options)
-    chosen_kv = _plugin("kvcache", kvcache, kvcache_options)
-    chosen_policies = [_plugin("policy", policy) for policy in policies]
-    if isinstance(executor, ShadowExecutor):
-        chosen_policies.append(executor.witness)
-    assert isinstance(chosen_scheduler, Scheduler)
-    assert isinstance(chosen_kv, KVCache)
-    return core(
-        limits=limits,
-        model=model,
-        scheduler=chosen_scheduler,
-        kv=chosen_kv,
-        executor=executor,
-        policies=[policy for policy in chosen_policies if isinstance(policy, Policy)],
-        connectors=connectors,
-        audit_every_step=audit,
-        overlap=overlap,
-        clock=clock,
-    )
-
-
-def _plugin(role: str, chosen: str | Plugin, options: Mapping[str, Any] | None = None) -> Plugin:
-    return make(role, chosen, options) if isinstance(chosen, str) else chosen
+__all__ = [
+    "SUITES",
+    "ConnectorSuite",
+    "DoNothing",
+    "ExecutorSuite",
+    "FaultyCache",
+    "FaultyConnector",
+    "Harness",
+    "KVCacheSuite",
+    "KVMismatch",
+    "PolicySuite",
+    "SchedulerSuite",
+    "ScriptedExecutor",
+    "ScriptedModel",
+    "ShadowExecutor",
+    "Situation",
+    "Suite",
+    "Violation",
+    "Witness",
+    "Workload",
+    "make_core",
+]

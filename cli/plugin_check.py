@@ -1,0 +1,82 @@
+"""``engine plugins check TARGET``: the role's suite, a fuzz of hostile workloads, and what the plugin costs."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from engine.core.errors import ConfigError, PluginError, suggest
+
+if TYPE_CHECKING:
+    from engine.testing.checking import Report
+
+EXIT_VIOLATION = 1
+
+
+def check(
+    target: Annotated[
+        str, typer.Argument(help="Plugin name, distribution, or pkg.module:Class of a plugin or of a test suite.")
+    ],
+    option: Annotated[
+        list[str] | None, typer.Option("--option", help="The plugin's option (repeatable).", metavar="KEY=VALUE")
+    ] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Of the fuzz (default: a new one).", metavar="N")] = None,
+    workloads: Annotated[int, typer.Option("--workloads", help="Hostile workloads to try.", metavar="N", min=0)] = 20,
+    cost_limit: Annotated[
+        float, typer.Option("--cost-limit", help="Most times that a step may cost with it; 0: not measured.", min=0)
+    ] = 2.0,
+    running: Annotated[
+        int, typer.Option("--running", help="Requests that run while the cost is measured.", metavar="N", min=1)
+    ] = 256,
+) -> None:
+    """Check a plugin before trusting it: every rule of its role, hostile workloads, and what it costs a step.
+
+    Exit code 0 if all holds, 1 at the first rule that does not, 2 if there is nothing to check.
+    """
+    from engine.core.registry import Registry
+    from engine.testing.checking import check as check_one
+    from engine.testing.checking import suites
+
+    registry = Registry()
+    chosen = suites(target, registry, options_of(option or []))
+    if not chosen:
+        known = {word for _, *words in registry.owners() for word in words}
+        raise PluginError(f"no plugin and no distribution is named {target!r}: {suggest(target, known)}")
+    held = True
+    for suite in chosen:
+        fuzz = random.SystemRandom().randrange(10**6) if seed is None else seed
+        report = check_one(suite, seed=fuzz, workloads=workloads, cost_limit=cost_limit or None, running=running)
+        tell(report, target)
+        held = held and report.finding is None
+    if not held:
+        raise typer.Exit(EXIT_VIOLATION)
+
+
+def options_of(words: list[str]) -> dict[str, str]:
+    """``KEY=VALUE`` words as options. Raises ``ConfigError`` for others."""
+    for word in words:
+        if "=" not in word:
+            raise ConfigError(f"--option {word!r} is no KEY=VALUE")
+    pairs = (word.split("=", 1) for word in words)
+    return {key.replace("-", "_"): value for key, value in pairs}
+
+
+def tell(report: Report, target: str) -> None:
+    """The report, for people."""
+    found = report.found
+    origin = f"{found.distribution} {found.version}".strip()
+    typer.echo(f"{found.role} {found.cls.name} ({origin})")
+    typer.echo(f"  rules      {report.rules} hold")
+    if report.workloads:
+        typer.echo(f"  workloads  {report.workloads} hold (seed {report.seed})")
+    if report.cost is not None:
+        typer.echo(f"  cost       {report.cost}")
+    if report.finding is None:
+        typer.echo("  ok")
+        return
+    typer.echo(f"  BROKEN     {report.finding.rule}")
+    typer.echo(f"  what       {report.finding.words}")
+    typer.echo(f"  where      {report.finding.where} (seed {report.seed})")
+    typer.echo(f"  again      engine plugins check {target} --seed {report.seed}")

@@ -1,0 +1,345 @@
+"""The files of a new plugin package. ``@WORD@`` is filled in."""
+
+from __future__ import annotations
+
+PYPROJECT = """
+[build-system]
+requires = ["setuptools>=77"]
+build-backend = "setuptools.build_meta"
+
+[project]
+name = "@NAME@"
+version = "0.1.0"
+description = "A @ROLE@ for Sixhooks"
+readme = "README.md"
+requires-python = ">=3.11"
+dependencies = ["sixhooks"]
+
+[project.optional-dependencies]
+test = ["pytest>=8"]
+
+[project.entry-points."@GROUP@"]
+@NAME@ = "@PACKAGE@:@CLASS@"
+
+[tool.setuptools]
+packages = ["@PACKAGE@"]
+"""
+
+README = """
+# @NAME@
+
+A @ROLE@ for Sixhooks.
+
+```sh
+pip install --no-build-isolation --no-deps -e .   # from this folder
+engine plugins show @NAME@
+engine plugins check @NAME@                       # every rule of a @ROLE@, hostile workloads, what it costs
+pytest                                            # the same rules, and your own tests
+engine serve @FLAG@ @NAME@
+```
+"""
+
+TESTS = '''
+"""The rules of a @ROLE@, and what this one is for."""
+
+from engine.testing import @SUITE@
+
+
+class Test@CLASS@(@SUITE@):
+    plugin = "@PACKAGE@:@CLASS@"
+'''
+
+SUITE = {
+    "policy": "PolicySuite",
+    "scheduler": "SchedulerSuite",
+    "kvcache": "KVCacheSuite",
+    "executor": "ExecutorSuite",
+    "connector": "ConnectorSuite",
+}
+
+POLICY = '''
+"""@NAME@: a policy. It answers any of the hooks order, admit, evict and commit; see docs of `engine.core.hookspecs`."""
+
+from collections import Counter
+
+from pydantic import Field
+
+from engine.core import Policy, PluginOptions, Wait, hookimpl
+
+
+class @CLASS@(Policy):
+    """At most so many requests of one tenant run at once."""
+
+    name = "@NAME@"
+    requires_api = ">=1.0,<2"
+
+    class Options(PluginOptions):
+        limit: int = Field(4, ge=1, description="running requests of one tenant")
+
+    def start(self, context):
+        """Called once, before the first step."""
+        self._counted = None
+        self._runs = Counter()  # tenant -> requests that run
+
+    @hookimpl
+    def admit(self, step, request):
+        """Object to a request while its tenant runs as many as may."""
+        tenant = request.metadata.get("tenant")
+        if tenant is None:
+            return None
+        if self._counted != (step.index, step.slots):  # counted anew when somebody started, not for each candidate
+            self._counted = (step.index, step.slots)
+            self._runs = Counter(other.metadata.get("tenant") for other in step.running)
+        same = self._runs[tenant]
+        return Wait(f"tenant {tenant} runs {same} requests") if same >= self.options.limit else None
+'''
+
+SCHEDULER = '''
+"""@NAME@: a scheduler. It answers `plan` with what `step` lets it do; the core keeps every invariant."""
+
+from pydantic import Field
+
+from engine.core import PluginOptions, Scheduler, State, Why, hookimpl
+
+
+class @CLASS@(Scheduler):
+    """Running requests first, in order of admission; then the queue, from its head."""
+
+    name = "@NAME@"
+    requires_api = ">=1.0,<2"
+
+    class Options(PluginOptions):
+        chunk: int = Field(512, ge=1, description="most tokens of one request a step")
+
+    @hookimpl
+    def plan(self, step):
+        """Pay the running what they owe, then start whoever fits."""
+        running = list(step.running)
+        first = step.grant_decodes(running)  # the fast way, as long as they owe one token
+        for request in running[first:]:
+            self._serve(step, request)
+        if step.preempted:  # whoever gave up pages comes first: nobody is let in
+            return step.seal(otherwise=Why.PREEMPTION)
+        for request in step.queue():
+            if not step.start(request, self._check):
+                break
+        return step.seal()
+
+    def _serve(self, step, request):
+        """Grant what it owes; when pages are short the request admitted last gives its up."""
+        while request.state is State.RUNNING and request.debt and step.budget:
+            if step.grant(request, self.options.chunk) or step.refused is not Why.PAGES:
+                return
+            if step.preempt(request) in (None, request):
+                return
+
+    def _check(self, room):
+        """A request starts if all its known tokens fit."""
+        pages = -(-(room.hit + room.owed) // room.page_size) - room.hit // room.page_size
+        return min(room.owed, self.options.chunk) if pages <= room.pinned_available else Why.PAGES
+'''
+
+KVCACHE = '''
+"""@NAME@: a KV cache. It keeps who uses each page and which content can be found again; the core drives it."""
+
+from collections import Counter
+
+from pydantic import Field
+
+from engine.core import Candidate, InvariantViolation, KVCache, KVNumbers, Match, PluginOptions, Publication
+from engine.core.identity import page_digests
+
+
+class @CLASS@(KVCache):
+    """Finds pages by a digest of their tokens and all before them; the page unused for longest goes first."""
+
+    name = "@NAME@"
+    requires_api = ">=1.0,<2"
+    provides = frozenset({"prefix-cache"})
+    publish_when = "committed"
+
+    class Options(PluginOptions):
+        enabled: bool = Field(True, description="remember content at all")
+
+    def start(self, context):
+        """Page counts are known from here on."""
+        self._pool = context.pool
+        self._page_size = context.pool.page_size
+        self.caching = self.options.enabled
+        self._users = Counter()  # page -> requests that use it
+        self._page_of = {}  # digest -> page
+        self._digest_of = {}  # page -> digest
+        self._idle = {}  # pages that nobody uses and that can be found; the first goes first
+
+    def match(self, request):
+        """Whole pages from the beginning, never the last token. Pins nothing."""
+        pages = []
+        for digest in self._digests(request, request.num_tokens - 1) if self.caching else ():
+            page = self._page_of.get(digest)
+            if page is None:
+                break
+            pages.append(page)
+        return Match(len(pages) * self._page_size, pages, sum(page in self._idle for page in pages))
+
+    def adopt(self, request, match):
+        """The request uses the matched pages, too."""
+        for page in match.pages:
+            self._users[page] += 1
+            self._idle.pop(page, None)
+        return list(match.pages)
+
+    def take(self, request, count):
+        """Private pages."""
+        pages = self._pool.take(count)
+        self._users.update(pages)
+        return pages
+
+    def publish(self, request, upto):
+        """Full pages become known by their digests. A page whose content is known already stays private."""
+        keys = []
+        for page, digest in zip(request.pages, self._digests(request, upto) if self.caching else ()):
+            if page not in self._digest_of and digest not in self._page_of:
+                self._digest_of[page], self._page_of[digest] = digest, page
+                keys.append(page)
+        return Publication(keys)
+
+    def unpublish(self, keys):
+        """These pages are not found again."""
+        for page in keys:
+            if isinstance(page, int) and page in self._digest_of:
+                self._forget(page)
+                if self._idle.pop(page, 0) is None:
+                    self._pool.give([page])
+
+    def release(self, request, keep):
+        """One user fewer for each page; what nobody uses is idle if it can be found, else free."""
+        free = []
+        for page in reversed(request.pages):
+            self._users[page] -= 1
+            if not self._users[page]:
+                del self._users[page]
+                if page in self._digest_of:
+                    self._idle[page] = None
+                else:
+                    free.append(page)
+        self._pool.give(free)
+
+    def victims(self, need):
+        """The idle pages released first."""
+        return list(self._idle)[:need]
+
+    def candidates(self):
+        """All idle pages, the first to go first."""
+        return [Candidate(page, 1, age) for age, page in enumerate(self._idle)]
+
+    def drop(self, keys, need=None):
+        """Idle pages go back to the pool."""
+        dropped = []
+        for page in keys:
+            if need is not None and len(dropped) >= need:
+                break
+            if isinstance(page, int) and page in self._idle:
+                del self._idle[page]
+                self._forget(page)
+                dropped.append(page)
+        self._pool.give(dropped)
+        return len(dropped)
+
+    def numbers(self):
+        """Every page is free, idle or used."""
+        pool = self._pool
+        return KVNumbers(pool.num_pages, pool.num_free, len(self._idle), len(self._users), pool.page_size)
+
+    def reset(self):
+        """Nothing that is known now is found again."""
+        self.drop(list(self._idle))
+        for page in list(self._digest_of):
+            self._forget(page)
+
+    def check(self, requests):
+        """Books and page tables agree."""
+        used = Counter(page for request in requests for page in request.pages)
+        if used != self._users:
+            raise InvariantViolation("@NAME@: users differ from page tables")
+        if set(used) & set(self._idle) or set(used) | set(self._idle) != self._pool.held:
+            raise InvariantViolation("@NAME@: a page is lost or has two states")
+        if {page: digest for digest, page in self._page_of.items()} != self._digest_of:
+            raise InvariantViolation("@NAME@: the index differs from the pages' digests")
+
+    def _digests(self, request, upto):
+        """Digests of the full pages in the first ``upto`` tokens; the namespace is part of each."""
+        size = self._page_size
+        end = upto // size * size
+        known = request.kv_state or []
+        if len(known) * size < end:
+            parent = known[-1] if known else request.namespace
+            known = [*known, *page_digests(parent, request.packed_tokens(len(known) * size, end), size)]
+            request.kv_state = known
+        return known[: end // size]
+
+    def _forget(self, page):
+        del self._page_of[self._digest_of.pop(page)]
+'''
+
+EXECUTOR = '''
+"""@NAME@: an executor. It computes plans: for every row that samples, one token that depends on the request alone."""
+
+from zlib import crc32
+
+from pydantic import Field
+
+from engine.core import Executor, ModelInfo, Outcome, PluginOptions
+
+
+class @CLASS@(Executor):
+    """Says a checksum of what was said before. Put a model here."""
+
+    name = "@NAME@"
+    requires_api = ">=1.0,<2"
+
+    class Options(PluginOptions):
+        vocab_size: int = Field(1000, ge=2, description="token ids are below this")
+
+    def load(self):
+        """What the core must know of the model."""
+        vocab = self.options.vocab_size
+        return ModelInfo(name="@NAME@", vocab_size=vocab, max_model_len=4096, fingerprint=f"@NAME@-{vocab}")
+
+    def allocate(self, num_pages, page_size):
+        """Memory for the KV of so many pages: there is none to keep here."""
+
+    def execute(self, plan):
+        """Row i computes ``counts[i]`` tokens from ``starts[i]`` on; its KV lives in the pages ``tables[i]``."""
+        tokens = [
+            (crc32(repr(request.tokens[: start + count]).encode()) % self.options.vocab_size,) if samples else ()
+            for request, start, count, samples in zip(plan.requests, plan.starts, plan.counts, plan.samples)
+        ]
+        return Outcome(plan, tokens)
+'''
+
+CONNECTOR = '''
+"""@NAME@: a connector. It moves KV pages between this engine and elsewhere, without blocking a step."""
+
+from engine.core import Connector, TransferEvent, hookimpl
+
+
+class @CLASS@(Connector):
+    """Stores nothing yet: every transfer fails at once, which is always allowed."""
+
+    name = "@NAME@"
+    requires_api = ">=1.0,<2"
+
+    @hookimpl
+    def transfer_kv(self, transfers):
+        """What became of transfers, new and old. Each ends once; until then its pages are not reused."""
+        return [TransferEvent(wish.id, "failed", reason="nothing is stored here") for wish in transfers]
+'''
+
+CODE = {
+    "policy": POLICY,
+    "scheduler": SCHEDULER,
+    "kvcache": KVCACHE,
+    "executor": EXECUTOR,
+    "connector": CONNECTOR,
+}
+"""Role -> the package's code."""

@@ -1,0 +1,26 @@
+"""Conformance suites, one a role: what a plugin of that role must do, as tests to subclass."""
+
+from __future__ import annotations
+
+from engine.testing.suites.base import Law, Suite
+from engine.testing.suites.connector import ConnectorSuite
+from engine.testing.suites.executor import ExecutorSuite
+from engine.testing.suites.kvcache import KVCacheSuite
+from engine.testing.suites.policy import PolicySuite
+from engine.testing.suites.scheduler import SchedulerSuite
+
+SUITES: dict[str, type[Suite]] = {
+    suite.role: suite for suite in (SchedulerSuite, KVCacheSuite, PolicySuite, ExecutorSuite, ConnectorSuite)
+}
+"""Role -> its suite."""
+
+__all__ = [
+    "SUITES",
+    "ConnectorSuite",
+    "ExecutorSuite",
+    "KVCacheSuite",
+    "Law",
+    "PolicySuite",
+    "SchedulerSuite",
+    "Suite",
+]

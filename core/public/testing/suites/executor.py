@@ -1,0 +1,118 @@
+"""What every executor must do: a request's tokens depend on the request, not on the batch, the pages or the loop."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from engine.core.plan import Outcome, Plan
+from engine.core.protocols import Executor, Plugin
+from engine.core.request import SamplingParams
+from engine.testing.guard import Violation, snapshot
+from engine.testing.making import make_core
+from engine.testing.suites.base import Suite
+from engine.testing.workload import closing
+
+
+class ExecutorSuite(Suite):
+    """Rules of an executor.
+
+    Class attributes:
+        use: what ``Executor.use`` is told (``model``, ``attention``, ``seed``); empty: it is not called.
+        prompts: token ids to try, some with a common beginning.
+        new_tokens: tokens to generate for each.
+        page_sizes: tokens a page.
+    """
+
+    role = "executor"
+    use: ClassVar[Mapping[str, Any]] = {}
+    prompts: ClassVar[tuple[tuple[int, ...], ...]] = (
+        (5, 6, 7, 8, 9, 10, 11, 12, 13), (5, 6, 7, 8, 9, 10, 11, 12, 14, 15), (40,), (3, 1, 4, 1, 5, 9, 2, 6),
+    )  # fmt: skip
+    new_tokens: ClassVar[int] = 6
+    page_sizes: ClassVar[tuple[int, ...]] = (1, 4)
+
+    def ready(self) -> Executor:
+        """A new executor, told what to use."""
+        executor: Executor = self.make()
+        if self.use:
+            executor.use(**{"model": "", "attention": None, "seed": 0, **self.use})
+        return executor
+
+    def try_once(self, plugin: Plugin) -> None:
+        """One request, alone."""
+        assert isinstance(plugin, Executor)
+        if self.use:
+            plugin.use(**{"model": "", "attention": None, "seed": 0, **self.use})
+        core = make_core(executor=plugin, max_model_len=64)
+        with closing(core):
+            core.add(list(self.prompts[0]), SamplingParams(temperature=0, max_tokens=1))
+            while core.has_work:
+                core.step()
+
+    def test_outcomes_are_well_formed(self) -> None:
+        """One list of tokens a row, empty where the row does not sample; tokens are in the vocabulary; no request is
+        touched; a request that is forgotten is forgotten without ado."""
+        executor = self.ready()
+        core = make_core(executor=executor, max_batch_tokens=8, max_model_len=64)
+        with closing(core):
+            for prompt in self.prompts:
+                core.add(list(prompt), SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+            while core.has_work:
+                plan = core.plan()
+                if plan:
+                    before = snapshot(core)
+                    outcome = executor.execute(plan)
+                    if snapshot(core) != before:
+                        raise Violation("execute changed a request")
+                    self._well_formed(plan, outcome, core.model.vocab_size)
+                else:
+                    outcome = Outcome(plan, ())
+                core.commit(outcome)
+                core.take_deltas()
+
+    @staticmethod
+    def _well_formed(plan: Plan, outcome: Outcome, vocab: int) -> None:
+        if outcome.plan is not plan or len(outcome.tokens) != len(plan.requests):
+            raise Violation(f"{len(plan.requests)} rows were planned, {len(outcome.tokens)} came back")
+        if outcome.errors:
+            raise Violation(f"rows failed: {dict(outcome.errors)}")
+        for row, (tokens, samples) in enumerate(zip(outcome.tokens, plan.samples, strict=True)):
+            if bool(tokens) != samples or any(not 0 <= token < vocab for token in tokens):
+                raise Violation(f"row {row} (samples: {samples}) yields {list(tokens)}; the vocabulary is {vocab}")
+
+    def test_tokens_do_not_depend_on_the_company(self) -> None:
+        """A request says the same alone, in a batch, in chunks, on a cached prefix, with pages of any size, after a
+        preemption, and in both loops."""
+        alone = [self._texts([prompt])[0] for prompt in self.prompts]
+        overlaps = (False, True) if self.found().cls.overlaps else (False,)  # type: ignore[attr-defined]
+        for (size, budget), overlap in itertools.product(zip(self.page_sizes, (4, 64), strict=False), overlaps):
+            settings = {"page_size": size, "max_batch_tokens": budget, "overlap": overlap}
+            for cycle, texts in enumerate(self._twice(settings)):
+                if texts != alone:
+                    raise Violation(f"together ({settings}, time {cycle + 1}) they say {texts}, alone {alone}")
+
+    def _texts(self, prompts: Any, **settings: Any) -> list[list[int]]:
+        core = make_core(executor=self.ready(), **{"num_pages": 64, "max_model_len": 60, **settings})
+        with closing(core):
+            return self._run(core, prompts)
+
+    def _twice(self, settings: Mapping[str, Any]) -> list[list[list[int]]]:
+        """The second time prefixes are cached, and everybody is preempted once."""
+        core = make_core(executor=self.ready(), **{"num_pages": 64, "max_model_len": 60, **settings})
+        with closing(core):
+            return [self._run(core, self.prompts), self._run(core, self.prompts, preempt=True)]
+
+    def _run(self, core: Any, prompts: Any, *, preempt: bool = False) -> list[list[int]]:
+        params = SamplingParams(temperature=0, max_tokens=self.new_tokens, ignore_eos=True, seed=0)
+        requests = [core.add(list(prompt), params) for prompt in prompts]
+        for turn in range(1000):
+            if not core.has_work:
+                return [request.output for request in requests]
+            core.step()
+            if preempt and turn == 3:
+                core.drain()
+                for request in list(core.running):
+                    core.give_up(request, front=True)
+        raise Violation("the requests have not ended after 1000 steps")

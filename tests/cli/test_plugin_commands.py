@@ -1,0 +1,143 @@
+"""``engine plugins show``, ``new`` and ``check``, as people type them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.cli.plugin_new import write
+from engine.cli.plugin_templates import CODE
+from engine.core.errors import ConfigError, PluginError
+from engine.core.registry import Registry
+from engine.testing.checking import check, suites
+
+
+def engine(*arguments: str, where: Path | None = None, path: Path | None = None) -> tuple[int, str, str]:
+    """Exit code, standard output, standard error."""
+    done = subprocess.run(
+        [sys.executable, "-c", "from engine.cli import main; main()", *arguments],
+        capture_output=True, text=True, timeout=300, cwd=where,
+        env={**os.environ, "NO_COLOR": "1", "COLUMNS": "200", **({"PYTHONPATH": str(path)} if path else {})},
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_show_tells_all_roles_of_a_name():
+    code, out, _ = engine("plugins", "show", "radix")
+    assert code == 0
+    assert "scheduler radix = sglang" in out
+    assert "kvcache radix = sglang" in out
+    assert "hooks     plan, order, evict" in out
+    assert "eviction_policy (one of lru, mru, fifo, filo, lfu, slru, priority; default 'lru'): which unused leaf" in out
+    assert "provides  prefix-cache" in out
+    assert "contract  >=1.0,<2" in out
+    code, out, _ = engine("plugins", "show", "sglang", "--role", "kvcache")
+    assert out.count("\n\n") == 0
+    assert "sixhooks" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["show", "radixx"], "no plugin is named 'radixx': did you mean 'radix'?"),
+        (["show", "radix", "--role", "cache"], "unknown role 'cache': did you mean 'kvcache'?"),
+        (["show", "no.such:Thing"], "cannot be imported from no.such:Thing"),
+        (["check", "radixx"], "no plugin and no distribution is named 'radixx': did you mean 'radix'?"),
+        (["check", "no.such:Thing"], "cannot be imported from no.such:Thing"),
+        (["check", "paged", "--option", "nonsense"], "--option 'nonsense' is no KEY=VALUE"),
+        (["new", "Bad_Name", "--role", "policy"], "must be small letters, digits and single dashes"),
+        (["new", "fine", "--role", "police"], "no template for role 'police': did you mean 'policy'?"),
+    ],
+)
+def test_mistakes_are_one_clear_line(arguments, words, tmp_path):
+    code, out, err = engine("plugins", *arguments, where=tmp_path)
+    assert code == 2, (out, err)
+    assert words in err
+    assert "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_list_is_the_command_alone_and_by_name():
+    alone, listed = engine("plugins"), engine("plugins", "list")
+    assert alone == listed
+    assert "unified = vllm *" in alone[1]
+
+
+def test_new_does_not_overwrite(tmp_path):
+    write("fine", "policy", tmp_path)
+    with pytest.raises(ConfigError, match="exists already"):
+        write("fine", "policy", tmp_path)
+    with pytest.raises(PluginError, match="no template for role 'frontend'"):
+        write("other", "frontend", tmp_path)
+
+
+def test_a_new_package_installs_and_passes(tmp_path):
+    """As a stranger would: new, pip install (offline), list, check, its own tests."""
+    code, out, err = engine("plugins", "new", "fair-share", "--role", "policy", where=tmp_path)
+    assert code == 0, err
+    assert "engine plugins check fair-share" in out
+    site, source = tmp_path / "site", tmp_path / "fair-share"
+    command = [
+        sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation",
+        "--disable-pip-version-check", "--target", str(site), str(source),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    code, out, err = engine("plugins", "show", "fair-share", path=site)
+    assert "policy fair-share" in out
+    assert "from      fair-share 0.1.0 (fair_share:FairShare)" in out
+    arguments = ["--workloads", "1", "--seed", "5", "--cost-limit", "0"]
+    code, out, err = engine("plugins", "check", "fair-share", *arguments, path=site)
+    assert code == 0, out + err
+    assert "1 hold (seed 5)" in out
+    assert out.endswith("  ok\n")
+    tests = [sys.executable, "-m", "pytest", "-q", "-k", "selected or lone", str(source / "tests")]
+    done = subprocess.run(tests, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(site)})
+    assert done.returncode == 0, done.stdout
+    assert "2 passed" in done.stdout
+
+
+@pytest.mark.parametrize("role", sorted(set(CODE) - {"policy"}))
+def test_every_template_passes_its_suite(role, tmp_path, monkeypatch):
+    folder = write(f"my-{role}", role, tmp_path)
+    monkeypatch.syspath_prepend(folder)
+    (suite,) = suites(f"my_{role}:My{role.capitalize()}", Registry(), {})
+    report = check(suite, seed=3, workloads=1, cost_limit=None)
+    assert report.finding is None
+    assert report.rules > 3
+
+
+def test_check_says_which_rule_is_broken(tmp_path):
+    (tmp_path / "twice.py").write_text(
+        "from engine.core import Policy, hookimpl\n"
+        "class Twice(Policy):\n"
+        "    '''Everybody twice.'''\n"
+        "    name = 'twice'\n"
+        "    @hookimpl\n"
+        "    def order(self, waiting):\n"
+        "        return [*waiting, *waiting]\n"
+    )
+    code, out, _ = engine("plugins", "check", "twice:Twice", "--seed", "1", path=tmp_path)
+    assert code == 1
+    assert "BROKEN     Answers are valid and never counted as faults" in out
+    assert "plugin 'twice' was at fault: order answered requests that are unknown or repeated" in out
+    assert "again      engine plugins check twice:Twice --seed 1" in out
+
+
+def test_check_takes_a_suite_with_its_settings(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from engine.testing import DoNothing, PolicySuite\n"
+        "class TestMine(PolicySuite):\n"
+        "    plugin = DoNothing\n"
+        "    @classmethod\n"
+        "    def situations(cls):\n"
+        "        return super().situations()[:1]\n"
+    )
+    arguments = ["--workloads", "1", "--cost-limit", "100", "--running", "8"]
+    code, out, _ = engine("plugins", "check", "mine:TestMine", *arguments, path=tmp_path)
+    assert code == 0, out
+    assert "µs a step at 8 running" in out
