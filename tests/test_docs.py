@@ -96,7 +96,7 @@ def test_the_options_of_the_policies_are_all_in_the_docs():
     for line in Registry().listing():
         if (line.role, line.distribution) == ("policy", "sixhooks"):
             (row,) = re.findall(rf"^\| `{line.name}`.*$", DOCS["policies.md"], re.MULTILINE)
-            for option in Registry().select("policy", line.name).Options.model_fields:
+            for option in Registry().select("policy", line.name).cls.Options.model_fields:
                 assert f"`{option}`" in row, f"{line.name}: {option}"
 
 
