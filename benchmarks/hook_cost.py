@@ -1,10 +1,11 @@
-"""What the plugin system costs: µs a step in plan and commit at N running requests, without and with a policy.
+"""What the plugin system costs: µs a step in plan and commit at N running requests, without and with policies.
 
     python benchmarks/hook_cost.py [--running 256] [--rounds 15]
 
-Two engines on the ``sim`` executor, equal but for a policy that answers every hook with nothing.
-They take turns, 50 decode steps a round, so that a drift of the machine hits both; printed are medians over rounds and
-the median of the pairwise ratio. Beside them: one ask of the bus and one pluggy dispatch of the same hook.
+Three engines on the ``sim`` executor: without policies, with one that answers every hook with nothing, and with five
+that have work to do. They take turns, 50 decode steps a round, so that a drift of the machine hits all; printed are
+medians over rounds and the median of the ratio to the first. Beside them: one ask of the bus and one pluggy dispatch of
+the same hook.
 """
 
 from __future__ import annotations
@@ -17,8 +18,14 @@ from types import SimpleNamespace
 from engine.core import EngineConfig, EngineCore, SamplingParams
 from engine.core.assemble import assemble
 
+POLICIES: dict[str, list[str]] = {
+    "none": [],
+    "do-nothing": ["engine.testing:DoNothing"],
+    "five": ["fair-share", "early-reject", "past-future", "soft-retention", "least-recompute"],
+}
 
-def make(scheduler: str, kvcache: str, running: int, policy: bool) -> EngineCore:
+
+def make(scheduler: str, kvcache: str, running: int, policies: list[str]) -> EngineCore:
     """An engine in steady decode with ``running`` requests, and as many waiting behind them."""
     config = EngineConfig(
         executor={"name": "sim", "max_model_len": 100_000},
@@ -28,7 +35,7 @@ def make(scheduler: str, kvcache: str, running: int, policy: bool) -> EngineCore
         max_batch_tokens=max(2048, 2 * running),
         num_pages=200_000,
         max_waiting=10_000,
-        policies=["engine.testing:DoNothing"] if policy else [],
+        policies=policies,
     )
     core = assemble(config)
     for number in range(2 * running):
@@ -78,18 +85,18 @@ def main() -> None:
     print(f"{'scheduler':<10}{'cache':<8}{'policy':<12}{'plan':>8}{'commit':>8}{'both':>8}   ratio with/without")
     for scheduler in ("unified", "radix"):
         for kvcache in ("paged", "radix"):
-            pair = [make(scheduler, kvcache, arguments.running, policy) for policy in (False, True)]
-            rounds = [[decode(core, 50) for core in pair] for _ in range(arguments.rounds)]
-            ratio = statistics.median((b[0] + b[2]) / (a[0] + a[2]) for a, b in rounds)
-            for which, label in enumerate(("none", "do-nothing")):
+            cores = [make(scheduler, kvcache, arguments.running, policies) for policies in POLICIES.values()]
+            rounds = [[decode(core, 50) for core in cores] for _ in range(arguments.rounds)]
+            for which, label in enumerate(POLICIES):
                 plan = statistics.median(row[which][0] for row in rounds)
                 commit = statistics.median(row[which][2] for row in rounds)
+                ratio = statistics.median((row[which][0] + row[which][2]) / (row[0][0] + row[0][2]) for row in rounds)
                 tail = f"{ratio:>10.2f}" if which else ""
                 print(f"{scheduler:<10}{kvcache:<8}{label:<12}{plan:>8.0f}{commit:>8.0f}{plan + commit:>8.0f}{tail}")
             if (scheduler, kvcache) == ("unified", "paged"):
-                bus, dispatch = asks(pair[1])
+                bus, dispatch = asks(cores[1])
                 print(f"  one ask of 'order': bus {bus:.2f} µs, pluggy dispatch {dispatch:.2f} µs")
-            for core in pair:
+            for core in cores:
                 core.close()
 
 

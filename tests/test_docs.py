@@ -78,8 +78,26 @@ def test_toml_in_the_docs_is_accepted(tmp_path):
 def test_the_benchmark_of_the_docs_runs():
     command = [sys.executable, "benchmarks/hook_cost.py", "--running", "4", "--rounds", "1"]
     done = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.count("do-nothing") == 4
+    assert done.stdout.count("do-nothing") == done.stdout.count(" five ") == 4
     assert "pluggy dispatch" in done.stdout
+
+
+def test_the_benchmark_of_the_policies_runs_and_each_installed_policy_is_in_it_and_in_the_docs():
+    done = subprocess.run(
+        [sys.executable, "benchmarks/policies.py", "--quick"], check=True, cwd=ROOT, capture_output=True, text=True
+    )
+    measured = re.findall(r"^([\w-]+) +\S.*?  +([\d.]+) +([\d.]+)$", done.stdout, re.MULTILINE)
+    installed = {line.name for line in Registry().listing() if (line.role, line.distribution) == ("policy", "sixhooks")}
+    assert {name for name, *_ in measured} == installed
+    assert set(re.findall(r"^\| `([\w-]+)`", DOCS["policies.md"], re.MULTILINE)) == installed
+
+
+def test_the_options_of_the_policies_are_all_in_the_docs():
+    for line in Registry().listing():
+        if (line.role, line.distribution) == ("policy", "sixhooks"):
+            (row,) = re.findall(rf"^\| `{line.name}`.*$", DOCS["policies.md"], re.MULTILINE)
+            for option in Registry().select("policy", line.name).cls.Options.model_fields:
+                assert f"`{option}`" in row, f"{line.name}: {option}"
 
 
 def test_the_scheduler_benchmark_of_the_docs_runs():
