@@ -101,16 +101,22 @@ class RadixTree:
 
     # ---- to look up
 
-    def match(self, key: bytes, namespace: bytes, limit: int | None = None) -> tuple[Node, int]:
+    def match(
+        self, key: bytes, namespace: bytes, limit: int | None = None, known: tuple[Node, int] | None = None
+    ) -> tuple[Node, int]:
         """The longest prefix there is, in whole pages (at most ``limit`` of them): its last node, and its length.
 
         Mutates: every node on the way becomes recent, and a node that the prefix ends in is split.
+
+        Args:
+            known: the answer to an earlier look-up of this key, or of what was its beginning: as long as that node is
+                in the tree, its path holds the same tokens, and the search goes on from there.
         """
         page = self._page
         end = len(key) // page * page
         if limit is not None:
             end = min(end, limit * page)
-        node, at = self._walk(key, namespace, end, None)
+        node, at = self._walk(key, namespace, end, None, known)
         return node, at // page
 
     def pages(self, node: Node) -> list[int]:
@@ -272,7 +278,14 @@ class RadixTree:
 
     # ---- inside
 
-    def _walk(self, key: bytes, namespace: bytes, end: int, insert: tuple[int, int] | None) -> tuple[Node, int]:
+    def _walk(
+        self,
+        key: bytes,
+        namespace: bytes,
+        end: int,
+        insert: tuple[int, int] | None,
+        known: tuple[Node, int] | None = None,
+    ) -> tuple[Node, int]:
         """Follow ``key[:end]`` down (whole pages); returns the node that it ends with, and the bytes covered.
 
         ``insert`` is the priority and the hit that an insert leaves on every node; a split counts it on the upper part.
@@ -281,7 +294,10 @@ class RadixTree:
         now, page = self._clock, self._page
         node = last = self.root
         at = 0
-        branch = namespace + key[:page]
+        if known is not None and known[0].parent is not None:
+            node, at = self._resume(known, end)
+            last = node
+        branch = key[at : at + page] if at else namespace + key[:page]
         while at < end:
             child = node.children.get(branch)
             if child is None:
@@ -300,6 +316,18 @@ class RadixTree:
             branch = key[at : at + page]
         if self._falls and not last.locks and not last.children:
             self._push(last)
+        return node, at
+
+    def _resume(self, known: tuple[Node, int], end: int) -> tuple[Node, int]:
+        """Where the search goes on: the known node, or its nearest one above that lies within ``end``. All of its path
+        becomes recent."""
+        node, at = known[0], known[1] * self._page
+        while at > end:
+            at -= len(node.key)
+            assert node.parent is not None
+            node = node.parent
+        for passed in path(node):
+            passed.used = self._clock
         return node, at
 
     def _common(self, stretch: bytes, key: bytes, at: int, upto: int) -> int:
