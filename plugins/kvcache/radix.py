@@ -22,7 +22,8 @@ from engine.core.errors import ConfigError, InvariantViolation
 from engine.core.plan import Candidate, KVNumbers
 from engine.core.protocols import Context, KVCache, Match, PluginOptions, Publication
 from engine.core.request import Request
-from engine.plugins.kvcache._radix_tree import TOKEN_BYTES, Node, RadixTree, path
+from engine.plugins.kvcache._radix_node import Node, path
+from engine.plugins.kvcache._radix_tree import TOKEN_BYTES, RadixTree
 
 
 class Hold:

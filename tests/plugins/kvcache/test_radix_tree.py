@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from engine.core.identity import namespace_digest, pack
-from engine.plugins.kvcache._radix_tree import STRATEGIES, Node, RadixTree, path
+from engine.plugins.kvcache._radix_node import STRATEGIES, Node, path
+from engine.plugins.kvcache._radix_tree import RadixTree
 
 NAMESPACES = [namespace_digest("", "", salt) for salt in ("", "a")]
 
