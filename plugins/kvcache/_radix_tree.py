@@ -108,7 +108,9 @@ class RadixTree:
         if at < end:
             self._clock += 1
             below_root = namespace if node is self.root else b""
-            child = Node(node, below_root, key[at:end], list(pages[have : end // self._page]), self._clock, priority)
+            rest = pages[have : end // self._page]
+            own = rest if isinstance(rest, list) else list(rest)
+            child = Node(node, below_root, key[at:end], own, self._clock, priority)
             child.hits = hit
             self._adopt(node, child)
             self.count += 1
