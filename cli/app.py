@@ -15,13 +15,13 @@ from engine.cli.flags import split_dotted
 from engine.core.errors import EngineError
 
 EXIT_REFUSED = 2
-COMMANDS = {
+COMMANDS: dict[str, Callable[..., None]] = {
     "serve": serve.serve,
     "generate": generate.generate,
     "doctor": doctor.doctor,
     "replay": replay.replay,
 }
-OF_PLUGINS = {
+OF_PLUGINS: dict[str, Callable[..., None]] = {
     "list": plugins.plugins,
     "show": plugin_show.show,
     "new": plugin_new.new,
