@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from engine.core.request import Request
 
 
-def by_age(request: Request) -> tuple[bool, int]:
-    """Those that were preempted first, then in order of joining the queue."""
-    return request.preemptions == 0, request.entry_index
+def interleave(
+    preferred: Sequence[Request], elders: Iterable[Request], due: Callable[[int, Request], bool], places: int
+) -> list[Request]:
+    """The preferred order, but where ``due(place, oldest)`` says so the oldest that is left comes first.
 
-
-def interleave(preferred: Iterable[Request], due: Callable[[int, Request], bool]) -> list[Request]:
-    """The preferred order, but where ``due(place, oldest)`` says so the oldest that is left comes first."""
-    preferred = list(preferred)
-    elders = sorted(preferred, key=by_age)
-    placed: set[Request] = set()
-    order: list[Request] = []
-    next_elder = next_preferred = 0
-    while len(order) < len(preferred):
-        while elders[next_elder] in placed:
-            next_elder += 1
-        while preferred[next_preferred] in placed:
-            next_preferred += 1
-        chosen = elders[next_elder]
-        if not due(len(order), chosen):
-            chosen = preferred[next_preferred]
-        placed.add(chosen)
-        order.append(chosen)
-    return order
+    Only the first ``places`` are looked at: no more can start.
+    """
+    first: dict[Request, None] = {}
+    by_age, by_wish = iter(elders), iter(preferred)
+    oldest = next(by_age, None)
+    while oldest is not None and len(first) < places:
+        if due(len(first), oldest):
+            first[oldest] = None
+        else:
+            first[next(request for request in by_wish if request not in first)] = None
+        while oldest is not None and oldest in first:
+            oldest = next(by_age, None)
+    return [*first, *(request for request in preferred if request not in first)]

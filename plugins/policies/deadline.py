@@ -20,9 +20,9 @@ from engine.core.plan import Outcome
 from engine.core.protocols import PluginOptions, Policy
 from engine.core.request import Request
 from engine.core.view import StepView
+from engine.plugins.policies._known import Known
 from engine.plugins.policies._metadata import deadline
 from engine.plugins.policies._pace import Pace
-from engine.plugins.policies._standing import Standing
 
 
 class Deadline(Policy):
@@ -44,19 +44,16 @@ class Deadline(Policy):
         super().__init__(options)
         self.clock: Callable[[], float] = time.monotonic
         self._pace = Pace()
-        self._standing = Standing()
+        self._known: Known[float] = Known()  # when each is due
 
     @hookimpl
     def order(self, step: StepView, waiting: Sequence[Request]) -> Sequence[Request] | None:
         """By what each is due at; arrival decides between equals."""
         if step.slots <= 0:
             return None
-        if self._standing.holds(waiting):
-            return waiting
         now = self.clock()
-        return self._standing.keep(
-            sorted(waiting, key=lambda request: (self._due(request, now), request.arrival_index))
-        )
+        due = self._known.update(waiting, lambda request: self._due(request, now))
+        return sorted(waiting, key=due.__getitem__)
 
     @hookimpl
     def commit(self, outcome: Outcome) -> None:

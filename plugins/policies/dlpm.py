@@ -9,7 +9,8 @@ quantum, the more locality; the difference between two tenants that keep waiting
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import islice
 
 from pydantic import Field
 
@@ -18,9 +19,9 @@ from engine.core.plan import Outcome
 from engine.core.protocols import PluginOptions, Policy
 from engine.core.request import Request
 from engine.core.view import StepView
+from engine.plugins.policies._known import Known
 from engine.plugins.policies._metadata import label
 from engine.plugins.policies._service import Service
-from engine.plugins.policies._standing import Standing
 
 MAX_TENANTS = 4096
 
@@ -44,21 +45,20 @@ class DLPM(Policy):
         self._per_output = float(self.options.output_weight)
         self.deficits: dict[str, float] = {}
         self._service = Service(self._cost, self._charge)
-        self._standing = Standing()
+        self._tenants: Known[str] = Known(fixed=True)
+        self._cached: Known[int] = Known()
+        self._first: tuple[Request, ...] = ()  # those that may have started since
 
     @hookimpl
     def order(self, step: StepView, waiting: Sequence[Request]) -> Sequence[Request] | None:
         """Tenants with quantum first, by cached prefix; as many places as there are slots, the rest by prefix."""
         if step.slots <= 0:
             return None
-        if self._standing.holds(waiting):
-            return waiting
-        self._service.settle(step.running)
-        window = self._window(waiting)
-        cached = {request: step.cached(request) for request in window}
-        tenants = {request: self._tenant(request) for request in window}
-        left = self._replenish({self._tenant(request) for request in waiting})
-        longest = sorted(window, key=lambda request: -cached[request])
+        self._service.settle(lambda: step.running, self._first)
+        tenants = self._tenants.update(waiting, self._tenant)  # oldest first
+        cached = self._cached.update(self._window(tenants), step.cached)
+        left = self._replenish(set(tenants.values()))
+        longest = sorted(cached, key=cached.__getitem__, reverse=True)
         order: list[Request] = []
         while longest and len(order) < step.slots:
             behind: list[Request] = []
@@ -71,8 +71,8 @@ class DLPM(Policy):
                     behind.append(request)
             longest = behind
             _refill(left, {tenants[request] for request in behind}, float(self.options.quantum))
-        placed = {*order, *longest}
-        return self._standing.keep([*order, *longest, *(request for request in waiting if request not in placed)])
+        self._first = tuple(order)
+        return [*order, *longest, *(request for request in waiting if request not in cached)]
 
     @hookimpl
     def commit(self, outcome: Outcome) -> None:
@@ -85,11 +85,12 @@ class DLPM(Policy):
     def _tenant(self, request: Request) -> str:
         return label(request, self.options.key)
 
-    def _window(self, waiting: Sequence[Request]) -> list[Request]:
-        """The front of the queue by arrival, and of each tenant its oldest at least: a crowd cannot hide the others."""
-        elders = sorted(waiting, key=lambda request: request.arrival_index)
-        heads = {self._tenant(request): request for request in reversed(elders)}
-        return list(dict.fromkeys([*elders[: self.options.window], *heads.values()]))
+    def _window(self, tenants: Mapping[Request, str]) -> list[Request]:
+        """The oldest, and of each tenant its oldest at least: a crowd cannot hide the others."""
+        if len(tenants) <= self.options.window:
+            return list(tenants)
+        heads = {tenant: request for request, tenant in reversed(list(tenants.items()))}
+        return list(dict.fromkeys([*islice(tenants, self.options.window), *heads.values()]))
 
     def _cost(self, request: Request) -> float:
         uncached = max(0, request.num_prompt - request.cached_tokens)

@@ -19,9 +19,9 @@ from engine.core.plan import Outcome
 from engine.core.protocols import PluginOptions, Policy
 from engine.core.request import Request
 from engine.core.view import StepView
+from engine.plugins.policies._known import Known
 from engine.plugins.policies._metadata import label
 from engine.plugins.policies._service import Service
-from engine.plugins.policies._standing import Standing
 
 MAX_TENANTS = 4096
 
@@ -49,32 +49,36 @@ class FairShare(Policy):
         self._floor = 0.0  # where tenants that come back are lifted to
         self._queued: set[str] = set()  # tenants that waited when last asked
         self._service = Service(self._cost, self._charge)
-        self._standing = Standing()
+        self._tenants: Known[str] = Known(fixed=True)
+        self._first: tuple[Request, ...] = ()  # those that may have started since
 
     @hookimpl
     def order(self, step: StepView, waiting: Sequence[Request]) -> Sequence[Request] | None:
-        """The lowest counter first, counting for each start the prompt that it is about to be served."""
+        """The lowest counter first, counting for each start the prompt that it is about to be served.
+
+        As many places as there are slots; the others keep theirs.
+        """
         if step.slots <= 0:
             return None
-        if self._standing.holds(waiting):
-            return waiting
-        self._service.settle(step.running)
+        self._service.settle(lambda: step.running, self._first)
+        tenants = self._tenants.update(waiting, self._tenant)
         queues: dict[str, deque[Request]] = {}
         for request in waiting:
-            queues.setdefault(self._tenant(request), deque()).append(request)
+            queues.setdefault(tenants[request], deque()).append(request)
         self._lift(set(queues))
         heap = [(self.counters[tenant], tenant) for tenant in queues]
         heapify(heap)
-        order: list[Request] = []
-        while heap:
+        first: dict[Request, None] = {}
+        while heap and len(first) < step.slots:
             counter, tenant = heap[0]
             request = queues[tenant].popleft()
-            order.append(request)
+            first[request] = None
             if queues[tenant]:
                 heapreplace(heap, (counter + self._cost(request) / self._weight(tenant), tenant))
             else:
                 heappop(heap)
-        return self._standing.keep(order)
+        self._first = tuple(first)
+        return [*first, *(request for request in waiting if request not in first)]
 
     @hookimpl
     def commit(self, outcome: Outcome) -> None:

@@ -8,6 +8,7 @@ starts at the latest at the k (e + 1)-th start.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 from pydantic import Field
 
@@ -16,8 +17,8 @@ from engine.core.plan import Outcome
 from engine.core.protocols import PluginOptions, Policy
 from engine.core.request import Request
 from engine.core.view import StepView
-from engine.plugins.policies._interleave import by_age, interleave
-from engine.plugins.policies._standing import Standing
+from engine.plugins.policies._interleave import interleave
+from engine.plugins.policies._known import Known
 
 
 class KLPM(Policy):
@@ -33,22 +34,20 @@ class KLPM(Policy):
     def __init__(self, options: Options | None = None) -> None:
         super().__init__(options)
         self._starts = 0
-        self._standing = Standing()
+        self._ages: Known[None] = Known(fixed=True)
+        self._cached: Known[int] = Known()
 
     @hookimpl
     def order(self, step: StepView, waiting: Sequence[Request]) -> Sequence[Request] | None:
         """Longest prefix first within the window; the rest behind it, by arrival."""
         if step.slots <= 0:
             return None
-        if self._standing.holds(waiting):
-            return waiting
-        elders = sorted(waiting, key=by_age)
-        window = elders[: self.options.window]
-        cached = {request: step.cached(request) for request in window}
-        longest = sorted(window, key=lambda request: -cached[request])
+        elders = self._ages.update(waiting, lambda request: None)
+        cached = self._cached.update(list(islice(elders, self.options.window)), step.cached)
+        longest = sorted(cached, key=cached.__getitem__, reverse=True)
         k, starts = self.options.k, self._starts
-        ordered = interleave(longest, lambda place, elder: (starts + place) % k == k - 1)
-        return self._standing.keep([*ordered, *elders[len(window) :]])
+        ordered = interleave(longest, cached, lambda place, elder: (starts + place) % k == k - 1, step.slots)
+        return [*ordered, *islice(elders, len(cached), None)]
 
     @hookimpl
     def commit(self, outcome: Outcome) -> None:

@@ -20,7 +20,7 @@ from engine.core.protocols import PluginOptions, Policy
 from engine.core.request import Request
 from engine.core.view import StepView
 
-PATIENCE = 16  # steps after which a refusal is thought over though nobody left
+PATIENCE = 8  # steps after which a refusal is thought over though nobody left, and what runs is surveyed
 
 Future = tuple[float, float]  # tokens still to come, tokens now
 
@@ -42,8 +42,9 @@ class PastFuture(Policy):
         super().__init__(options)
         self._recent: deque[int] = deque()
         self._lengths: list[int] = []  # the same, sorted
-        self._step = -1  # of ``_futures``
-        self._futures: list[Future] = []
+        self._surveyed = -PATIENCE  # the step of ``_futures``
+        self._futures: list[Future] = []  # of all that run, and of those admitted since
+        self._total = 0.0  # tokens that they would hold if all were at their longest at once
         self._share = 1.0  # of the tokens that run, what really takes pages: prefixes are shared
         self._closed: tuple[int, int] | None = None  # (step, free slots) of the last refusal
 
@@ -56,17 +57,21 @@ class PastFuture(Policy):
         closed = self._closed
         if closed is not None and closed[1] == slots and 0 <= step.index - closed[0] < PATIENCE:
             return Wait("no room in the forecast for those before it")
-        if step.index != self._step:
-            self._survey(step)
         numbers = step.kv
         pool = numbers.total * numbers.page_size * (1 - float(self.options.reserve))
-        futures = list(self._futures)
-        insort(futures, self._future(request, numbers.page_size))
-        expected = peak(futures, self._share)
-        if futures[1:] and expected > pool:
-            self._closed = (step.index, slots)
-            return Wait(f"forecast: {expected:.0f} tokens of KV at the peak, {pool:.0f} is the limit")
-        self._futures, self._closed = futures, None
+        future = self._future(request, numbers.page_size)
+        if not 0 <= step.index - self._surveyed < PATIENCE:
+            self._survey(step)
+        if self._total + sum(future) > pool and self._surveyed != step.index:  # those that ended are counted too
+            self._survey(step)
+        if self._total + sum(future) > pool and self._futures:  # all at once would not fit; do they meet?
+            expected = peak([*self._futures, future], self._share)
+            if expected > pool:
+                self._closed = (step.index, slots)
+                return Wait(f"forecast: {expected:.0f} tokens of KV at the peak, {pool:.0f} is the limit")
+        self._futures.append(future)
+        self._total += sum(future)
+        self._closed = None
         return None
 
     @hookimpl
@@ -79,11 +84,11 @@ class PastFuture(Policy):
                 del self._lengths[bisect_right(self._lengths, self._recent.popleft()) - 1]
 
     def _survey(self, step: StepView) -> None:
-        """The futures of all that run, least to come first."""
-        numbers = step.kv
-        running = step.running
-        self._step = step.index
-        self._futures = sorted(self._future(request, numbers.page_size) for request in running)
+        """The futures of all that run."""
+        numbers, running = step.kv, step.running
+        self._surveyed = step.index
+        self._futures = [self._future(request, numbers.page_size) for request in running]
+        self._total = sum(map(sum, self._futures))
         held = sum(len(request.pages) for request in running)
         self._share = min(1.0, numbers.pinned / held) if held else 1.0
 
@@ -97,12 +102,12 @@ class PastFuture(Policy):
 
 
 def peak(futures: Iterable[Future], share: float = 1.0) -> float:
-    """Most tokens held at once by requests of which each holds ``now`` and grows by ``coming``; least coming first.
+    """Most tokens held at once by requests of which each holds ``now`` and grows by ``coming``.
 
     ``share`` of what they hold now takes memory; what comes is nobody else's.
     """
     held = most = 0.0
-    for running, (coming, now) in enumerate(reversed(list(futures)), 1):
+    for running, (coming, now) in enumerate(sorted(futures, reverse=True), 1):
         held += share * now
         most = max(most, held + coming * running)
     return most

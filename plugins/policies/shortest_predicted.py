@@ -7,7 +7,7 @@ of starts after which it is due. At most ``max_overtaken`` starts later than fir
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from pydantic import Field
 
@@ -16,9 +16,9 @@ from engine.core.plan import Outcome
 from engine.core.protocols import PluginOptions, Policy
 from engine.core.request import Request
 from engine.core.view import StepView
-from engine.plugins.policies._interleave import by_age, interleave
+from engine.plugins.policies._interleave import interleave
+from engine.plugins.policies._known import Known
 from engine.plugins.policies._lengths import OutputLengths
-from engine.plugins.policies._standing import Standing
 
 
 class ShortestPredicted(Policy):
@@ -42,19 +42,18 @@ class ShortestPredicted(Policy):
         self._lengths = OutputLengths(self.options.key)
         self._starts = 0
         self._tickets: dict[Request, int] = {}
-        self._standing = Standing()
+        self._known: Known[float] = Known()
 
     @hookimpl
     def order(self, step: StepView, waiting: Sequence[Request]) -> Sequence[Request] | None:
         """Least work first, but who is due at a place takes it."""
         if step.slots <= 0:
             return None
-        if self._standing.holds(waiting):
-            return waiting
-        self._hand_out(waiting)
-        shortest = sorted(waiting, key=lambda request: (self._work(request), request.arrival_index))
+        work = self._known.update(waiting, self._work)  # oldest first
+        self._hand_out(work)
         tickets, starts = self._tickets, self._starts + 1
-        return self._standing.keep(interleave(shortest, lambda place, elder: tickets[elder] <= starts + place))
+        shortest = sorted(waiting, key=work.__getitem__)
+        return interleave(shortest, work, lambda place, elder: tickets[elder] <= starts + place, step.slots)
 
     @hookimpl
     def commit(self, outcome: Outcome) -> None:
@@ -63,12 +62,12 @@ class ShortestPredicted(Policy):
         for request in outcome.finished:
             self._lengths.learn(request)
 
-    def _hand_out(self, waiting: Sequence[Request]) -> None:
+    def _hand_out(self, elders: Iterable[Request]) -> None:
         """Tickets for the new ones, by how many wait that came before; the preempted are due."""
         before, bound = self._tickets, self._starts + 1 + int(self.options.max_overtaken)
         self._tickets = {
-            request: 0 if request.preemptions else before.get(request, bound + elders)
-            for elders, request in enumerate(sorted(waiting, key=by_age))
+            request: 0 if request.preemptions else before.get(request, bound + place)
+            for place, request in enumerate(elders)
         }
 
     def _work(self, request: Request) -> float:
