@@ -147,14 +147,14 @@ class RadixCache(KVCache):
 
     def drop(self, keys: Iterable[object], need: int | None = None) -> int:
         """Evict these leaves, in order. Mutates."""
-        freed = 0
+        freed: list[int] = []
         for node in keys:
-            if need is not None and freed >= need:
+            if need is not None and len(freed) >= need:
                 break
             if isinstance(node, Node) and self.tree.remove(node):
-                self._pool.give(node.pages)
-                freed += len(node.pages)
-        return freed
+                freed += node.pages
+        self._pool.give(freed)
+        return len(freed)
 
     def numbers(self) -> KVNumbers:
         """Free, evictable and pinned (private or on a pinned path) pages. Does not mutate."""
