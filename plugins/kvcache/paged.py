@@ -54,7 +54,7 @@ class PagedCache(KVCache):
     def start(self, context: Context) -> None:
         self._pool = context.pool
         self._page_size = context.pool.page_size
-        self._caching: bool = self.options.enable_prefix_caching
+        self.caching = self.options.enable_prefix_caching
         pages = self._pool.num_pages
         self._refs = [0] * pages  # requests that use the page
         self._used = 0  # pages that somebody uses
@@ -67,7 +67,7 @@ class PagedCache(KVCache):
 
     def match(self, request: Request) -> Match:
         """Whole pages whose digests are known, at most ``num_tokens - 1`` tokens. Mutates nothing."""
-        if not self._caching:
+        if not self.caching:
             return Match(0, (), 0)
         pages: list[int] = []
         longest = (request.num_tokens - 1) // self._page_size
@@ -104,7 +104,7 @@ class PagedCache(KVCache):
     def publish(self, request: Request, upto: int) -> Publication:
         """Give the request's full pages up to ``upto`` tokens their keys. Mutates."""
         full = upto // self._page_size
-        if not self._caching:
+        if not self.caching:
             return Publication()
         chain = self._chain(request)
         first = chain.published
@@ -146,7 +146,7 @@ class PagedCache(KVCache):
                 freed.append(page)
         self._chain(request).published = 0
         if freed:
-            self._pool.give(freed, front=self._caching)
+            self._pool.give(freed, front=self.caching)
 
     def victims(self, need: int) -> Sequence[object]:
         """The idle pages that were released first. Does not mutate."""

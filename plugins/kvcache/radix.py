@@ -163,9 +163,9 @@ class RadixCache(KVCache):
 
     def drop(self, keys: Iterable[object], need: int | None = None) -> int:
         """Evict these leaves, in order. Mutates."""
-        freed = 0
+        freed: list[int] = []
         for node in keys:
-            if need is not None and freed >= need:
+            if need is not None and len(freed) >= need:
                 break
             if not isinstance(node, Node):
                 continue
@@ -173,9 +173,9 @@ class RadixCache(KVCache):
             if self.tree.remove(node):
                 if self.sessions is not None and parent is not None:
                     self.sessions.evicted(node, parent)
-                self._pool.give(node.pages)
-                freed += len(node.pages)
-        return freed
+                freed += node.pages
+        self._pool.give(freed)
+        return len(freed)
 
     def numbers(self) -> KVNumbers:
         """Free, evictable and pinned (private or on a pinned path) pages. Does not mutate."""

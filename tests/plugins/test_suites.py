@@ -43,9 +43,6 @@ class TestPagedWithoutCaching(KVCacheSuite):
     options = {"enable_prefix_caching": False}
     page_sizes = (4,)
 
-    def remembers(self, bench):
-        return False
-
     @classmethod
     def situations(cls):
         return super().situations()[::4]
