@@ -7,8 +7,9 @@ import statistics
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from engine.core import EngineConfig, SamplingParams
@@ -143,15 +144,14 @@ class Ours(Side):
     """``unified`` over ``paged``."""
 
     name = "ours"
+    plugins: Mapping[str, Any] = MappingProxyType({"scheduler": "unified", "kvcache": "paged", "page_size": PAGE_SIZE})
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes)
         self._core = assemble(
             EngineConfig(
                 executor={"name": "sim", "max_model_len": MAX_MODEL_LEN},
-                scheduler="unified",
-                kvcache="paged",
-                page_size=PAGE_SIZE,
+                **self.plugins,
                 max_running=sizes.running,
                 max_batch_tokens=sizes.budget,
                 num_pages=sizes.pages,

@@ -41,8 +41,8 @@ def build() -> typer.Typer:
         app.command(name)(_clean(command))
     group = typer.Typer(invoke_without_command=True)
     group.callback()(_clean(_when_alone(plugins.plugins)))
-    for name, command in OF_PLUGINS.items():
-        group.command(name)(_clean(command))
+    for name, of_plugins in OF_PLUGINS.items():
+        group.command(name)(_clean(of_plugins))
     app.add_typer(group, name="plugins")
     return app
 

@@ -11,6 +11,7 @@ import typer
 
 from engine.core.errors import ConfigError, PluginError, suggest
 
+BUILDS_WHEELS = "70.1"  # setuptools: the first that needs no other package
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 
@@ -24,9 +25,23 @@ def new(
     """
     folder = write(name, role, Path.cwd())
     typer.echo(f"wrote {folder.name}/ ({role} {name!r}). Next:")
+    if not can_build():
+        typer.echo(f'  pip install --upgrade "setuptools>={BUILDS_WHEELS}"')
     typer.echo(f"  pip install --no-build-isolation --no-deps -e ./{name}")
     typer.echo(f"  engine plugins check {name}")
     typer.echo(f"  pytest ./{name}")
+
+
+def can_build() -> bool:
+    """Whether this environment builds wheels as it is (older setuptools need another package for that)."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    from packaging.version import Version
+
+    try:
+        return Version(version("setuptools")) >= Version(BUILDS_WHEELS)
+    except PackageNotFoundError:
+        return False
 
 
 def write(name: str, role: str, where: Path) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 PYPROJECT = """
 [build-system]
-requires = ["setuptools>=77"]
+requires = ["setuptools>=70.1"]
 build-backend = "setuptools.build_meta"
 
 [project]
@@ -37,6 +37,8 @@ engine plugins check @NAME@                       # every rule of a @ROLE@, host
 pytest                                            # the same rules, and your own tests
 engine serve @FLAG@ @NAME@
 ```
+
+Installing without build isolation takes setuptools 70.1 or newer from this environment.
 """
 
 TESTS = '''

@@ -112,6 +112,23 @@ def test_the_scheduler_benchmark_of_the_docs_runs():
         assert done.stdout.count(" vllm ") == len(rows)
 
 
+def test_the_radix_benchmark_runs():
+    """Here it has SGLang beside it only where somebody installed that."""
+    command = [sys.executable, "benchmarks/radix.py", "--quick"]
+    done = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    rows = re.findall(
+        r"^(match|insert|evict|lpm|dfs-weight|admission|decode)\b.* ours +[\d.]+ ", done.stdout, re.MULTILINE
+    )
+    assert {name: rows.count(name) for name in rows} == {
+        "match": 8, "insert": 2, "evict": 4, "lpm": 6, "dfs-weight": 2, "admission": 2, "decode": 1
+    }  # fmt: skip
+    assert len(re.findall(r"^memory, page .* ours: \d+ bytes a node$", done.stdout, re.MULTILINE)) == 2
+    if importlib.util.find_spec("sglang") is None:
+        assert "SGLang cannot be imported here: ours alone" in done.stdout
+    else:
+        assert done.stdout.count(" sglang ") == len(rows) - 1
+
+
 @pytest.mark.model
 def test_the_embedding_example_of_the_readme_runs():
     (code,) = [block for block in blocks(README, "python") if "LLM" in block]

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
-from engine.plugins.kvcache._radix_tree import Node, RadixTree
+from engine.plugins.kvcache._radix_node import Node
+from engine.plugins.kvcache._radix_tree import RadixTree
 
 
 class Sessions:

@@ -8,70 +8,14 @@ branches below the root carry the namespace. Source: RadixAttention (SGLang).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from engine.core.errors import InvariantViolation
+from engine.plugins.kvcache._radix_node import STRATEGIES, Node, path
 
 TOKEN_BYTES = 4
 HEAP_SLACK = 64
-
-
-class Node:
-    """A stretch of tokens with its pages. ``locks`` counts the pins whose path goes through it."""
-
-    __slots__ = (
-        "children",
-        "created",
-        "hits",
-        "key",
-        "locks",
-        "namespace",
-        "pages",
-        "parent",
-        "priority",
-        "queued",
-        "used",
-        "warm",
-    )
-
-    def __init__(
-        self, parent: Node | None, namespace: bytes, key: bytes, pages: list[int], now: int, priority: int = 0
-    ) -> None:
-        self.parent = parent
-        self.namespace = namespace  # of nodes right below the root, else empty
-        self.key = key
-        self.pages = pages
-        self.children: dict[bytes, Node] = LEAF
-        self.locks = 0
-        self.hits = 0  # inserts that went through it
-        self.priority = priority  # the greatest of the inserts that went through it
-        self.created = now
-        self.used = now
-        self.warm = 0  # sessions whose path goes through it: with any it goes after all without
-        self.queued = False  # has an entry in the order of eviction
-
-
-LEAF: Final[dict[bytes, Node]] = {}
-"""The children of a node without any: shared, never written."""
-
-STRATEGIES: Final[dict[str, Callable[[Node], Any]]] = {
-    "lru": lambda node: node.used,
-    "mru": lambda node: -node.used,
-    "fifo": lambda node: node.created,
-    "filo": lambda node: -node.created,
-    "lfu": lambda node: (node.hits, node.used),
-    "slru": lambda node: (node.hits >= 2, node.used),
-    "priority": lambda node: (node.priority, node.used),
-}
-"""Eviction strategies: the key of a leaf; the smallest goes first."""
-
-
-def path(node: Node) -> Iterator[Node]:
-    """From a node up to, not including, the root."""
-    while node.parent is not None:
-        yield node
-        node = node.parent
 
 
 class RadixTree:
@@ -105,16 +49,22 @@ class RadixTree:
 
     # ---- to look up
 
-    def match(self, key: bytes, namespace: bytes, limit: int | None = None) -> tuple[Node, int]:
+    def match(
+        self, key: bytes, namespace: bytes, limit: int | None = None, known: tuple[Node, int] | None = None
+    ) -> tuple[Node, int]:
         """The longest prefix there is, in whole pages (at most ``limit`` of them): its last node, and its length.
 
         Mutates: every node on the way becomes recent, and a node that the prefix ends in is split.
+
+        Args:
+            known: the answer to an earlier look-up of this key, or of what was its beginning: as long as that node is
+                in the tree, its path holds the same tokens, and the search goes on from there.
         """
         page = self._page
         end = len(key) // page * page
         if limit is not None:
             end = min(end, limit * page)
-        node, at = self._walk(key, namespace, end, None)
+        node, at = self._walk(key, namespace, end, None, known)
         return node, at // page
 
     def pages(self, node: Node) -> list[int]:
@@ -160,7 +110,9 @@ class RadixTree:
         if at < end:
             self._clock += 1
             below_root = namespace if node is self.root else b""
-            child = Node(node, below_root, key[at:end], list(pages[have : end // self._page]), self._clock, priority)
+            rest = pages[have : end // self._page]
+            own = rest if isinstance(rest, list) else list(rest)
+            child = Node(node, below_root, key[at:end], own, self._clock, priority)
             child.hits = hit
             self._adopt(node, child)
             self.count += 1
@@ -288,7 +240,14 @@ class RadixTree:
 
     # ---- inside
 
-    def _walk(self, key: bytes, namespace: bytes, end: int, insert: tuple[int, int] | None) -> tuple[Node, int]:
+    def _walk(
+        self,
+        key: bytes,
+        namespace: bytes,
+        end: int,
+        insert: tuple[int, int] | None,
+        known: tuple[Node, int] | None = None,
+    ) -> tuple[Node, int]:
         """Follow ``key[:end]`` down (whole pages); returns the node that it ends with, and the bytes covered.
 
         ``insert`` is the priority and the hit that an insert leaves on every node; a split counts it on the upper part.
@@ -297,7 +256,10 @@ class RadixTree:
         now, page = self._clock, self._page
         node = last = self.root
         at = 0
-        branch = namespace + key[:page]
+        if known is not None and known[0].parent is not None:
+            node, at = self._resume(known, end)
+            last = node
+        branch = key[at : at + page] if at else namespace + key[:page]
         while at < end:
             child = node.children.get(branch)
             if child is None:
@@ -316,6 +278,18 @@ class RadixTree:
             branch = key[at : at + page]
         if self._falls and not last.locks and not last.children:
             self._push(last)
+        return node, at
+
+    def _resume(self, known: tuple[Node, int], end: int) -> tuple[Node, int]:
+        """Where the search goes on: the known node, or its nearest one above that lies within ``end``. All of its path
+        becomes recent."""
+        node, at = known[0], known[1] * self._page
+        while at > end:
+            at -= len(node.key)
+            assert node.parent is not None
+            node = node.parent
+        for passed in path(node):
+            passed.used = self._clock
         return node, at
 
     def _common(self, stretch: bytes, key: bytes, at: int, upto: int) -> int:

@@ -23,19 +23,24 @@ from engine.core.errors import ConfigError, InvariantViolation
 from engine.core.plan import Candidate, KVNumbers
 from engine.core.protocols import Context, KVCache, Match, PluginOptions, Publication
 from engine.core.request import Request
+from engine.plugins.kvcache._radix_node import Node, path
 from engine.plugins.kvcache._radix_sessions import Sessions
-from engine.plugins.kvcache._radix_tree import TOKEN_BYTES, Node, RadixTree, path
+from engine.plugins.kvcache._radix_tree import TOKEN_BYTES, RadixTree
 
 
 class Hold:
-    """What the cache knows of a request: its tokens as a key, and what it pins: ``pages`` pages, down to ``node``."""
+    """What the cache knows of a request: its tokens as a key, and what it pins: ``pages`` pages, down to ``node``.
 
-    __slots__ = ("key", "node", "pages")
+    ``found`` is the last look-up's node and length in pages: whoever waits is looked up again and again.
+    """
+
+    __slots__ = ("found", "key", "node", "pages")
 
     def __init__(self, key: bytes) -> None:
         self.key = key
         self.node: Node | None = None
         self.pages = 0
+        self.found: tuple[Node, int] | None = None
 
 
 class RadixCache(KVCache):
@@ -204,7 +209,8 @@ class RadixCache(KVCache):
     def _look_up(self, request: Request, limit: int) -> Match:
         if not self.caching:
             return Match(0, (), 0)
-        node, pages = self.tree.match(self._hold(request).key, request.namespace, limit)
+        hold = self._hold(request)
+        hold.found = node, pages = self.tree.match(hold.key, request.namespace, limit, hold.found)
         return Match(pages * self._page_size, (), self.tree.idle(node), node)
 
     def _hold(self, request: Request) -> Hold:

@@ -99,7 +99,7 @@ class Ledger:
         """Why nobody may join any more; ``None`` while the batch is open."""
         if self._available() <= max(self.total.offset, self.current.offset):
             return Why.RESERVE
-        if any(resource.remaining() <= 0 for resource in self._resources):
+        if self._resources and any(resource.remaining() <= 0 for resource in self._resources):
             return Why.RESERVE
         if self.input_left <= 0 or (self.chunk_left is not None and self.chunk_left <= 0):
             return Why.PREFILL_BUDGET
@@ -127,7 +127,7 @@ class Ledger:
             return Why.PREFILL_BUDGET
         if wanted >= left - room.idle * self._page:
             return Why.RESERVE
-        if any(resource.need(request, owed) > resource.remaining() for resource in self._resources):
+        if self._resources and any(resource.need(request, owed) > resource.remaining() for resource in self._resources):
             return Why.RESERVE
         return self._cut(owed, self._page)
 
@@ -182,8 +182,10 @@ class Ledger:
 
     def _ceiling(self, request: Request) -> int:
         """Output tokens that the request may have in all: what it asks for, or what an empty pool would hold."""
-        fits = self._pool_tokens - self._ceil(request.num_prompt) - self._page - 1
-        return min(request.max_new, max(fits, 0))
+        page, prompt = self._page, request.num_prompt
+        fits = self._pool_tokens + -prompt // page * page - page - 1
+        wished = request.max_total - prompt
+        return wished if wished <= fits else max(fits, 0)
 
     def _cut(self, owed: int, align: int) -> int | Why:
         if self.chunk_left is None or self._ceil(owed) <= self.chunk_left:

@@ -117,14 +117,12 @@ def siblings(waiting: Sequence[Request], prefixes: Sequence[Match]) -> list[Requ
     The first of each family is to fill the cache for the others. Two sequences share 32 tokens exactly if their heads
     of 32 tokens are equal, so a set of heads is all that is needed.
     """
-    heads: set[tuple[bytes, tuple[int, ...]]] = set()
+    heads: set[tuple[bytes, bytes]] = set()
     found = []
     for request, prefix in zip(waiting, prefixes, strict=True):
-        if prefix.tokens > IN_BATCH_CHECK:
+        if prefix.tokens > IN_BATCH_CHECK or request.num_tokens < IN_BATCH_SHARED:
             continue
-        head = (request.namespace, tuple(request.tokens[:IN_BATCH_SHARED]))
-        if len(head[1]) < IN_BATCH_SHARED:
-            continue
+        head = (request.namespace, request.packed_tokens(0, IN_BATCH_SHARED))
         if head in heads:
             found.append(request)
         heads.add(head)

@@ -49,7 +49,7 @@ class Report:
 def suite_of(found: Found, options: Mapping[str, Any]) -> type[Suite]:
     """The suite of the plugin's role, about this plugin."""
     base = SUITES.get(found.role) or type(f"{found.role}Suite", (Suite,), {"role": found.role})
-    return type(f"{found.cls.__name__}Check", (base,), {"plugin": found.cls, "options": dict(options)})
+    return type(f"{found.cls.__name__}Check", (base,), {"plugin": found.cls, "origin": found, "options": dict(options)})
 
 
 def suites(target: str, registry: Registry, options: Mapping[str, Any]) -> list[type[Suite]]:

@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from engine.core.identity import namespace_digest, pack
-from engine.plugins.kvcache._radix_tree import STRATEGIES, Node, RadixTree, path
+from engine.plugins.kvcache._radix_node import STRATEGIES, Node, path
+from engine.plugins.kvcache._radix_tree import RadixTree
 
 NAMESPACES = [namespace_digest("", "", salt) for salt in ("", "a")]
 
@@ -123,3 +124,41 @@ def test_bytes_of_a_node_and_entries_of_the_order_are_bounded():
             tree.lock(node)
             tree.unlock(node)
     assert len(tree._heap) <= 2 * tree.count + 100
+
+
+@pytest.mark.parametrize("strategy", ["lru", "mru"])
+@pytest.mark.parametrize("size", [1, 4])
+def test_an_earlier_answer_shortens_the_search_and_changes_nothing(size, strategy):
+    """Twins, one of which is told what the last look-up of the same sequence found: they stay equal in all."""
+    rng = random.Random(f"known {size} {strategy}")
+    plain, told = RadixTree(size, strategy), RadixTree(size, strategy)
+    sequences = [[rng.randrange(2) for _ in range(rng.randrange(1, 5) * size)] for _ in range(8)]
+    found: list[tuple[Node, int] | None] = [None] * len(sequences)
+    resumed = 0
+    for _ in range(3000):
+        number, action = rng.randrange(len(sequences)), rng.random()
+        key = pack(sequences[number])
+        if action < 0.2:
+            pages = list(range(len(sequences[number]) // size))
+            assert plain.insert(key, b"", pages)[1] == told.insert(key, b"", pages)[1]
+        elif action < 0.7:
+            limit = rng.choice([None, len(sequences[number]) // size - 1])
+            earlier = found[number]
+            resumed += earlier is not None and earlier[0].parent is not None
+            _, length = plain.match(key, b"", limit)
+            found[number] = told.match(key, b"", limit, earlier)
+            assert found[number][1] == length
+        elif action < 0.8:
+            sequences[number] += [rng.randrange(2) for _ in range(size)]  # it generated: the old answer still holds
+        elif action < 0.9:
+            sequences[number] = sequences[number][: 2 * size]
+            found[number] = None
+        else:
+            for tree in (plain, told):
+                for node in tree.victims(3):
+                    tree.remove(node)
+        shapes = [[(*key_of(node), node.used, node.created) for node in tree.nodes()] for tree in (plain, told)]
+        assert shapes[0] == shapes[1]
+        assert [key_of(leaf) for leaf in plain.leaves()] == [key_of(leaf) for leaf in told.leaves()]
+    assert resumed > 100
+    told.check({})

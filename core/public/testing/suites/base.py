@@ -47,6 +47,7 @@ class Suite:
     draft_options: ClassVar[Mapping[str, Any]] = {}
     limits: ClassVar[Mapping[str, Any]] = {}
     seed: ClassVar[int] = 0
+    origin: ClassVar[Found | None] = None  # where ``plugin`` was found, if somebody looked already
 
     # ---- for subclasses
 
@@ -57,6 +58,8 @@ class Suite:
 
     def found(self) -> Found:
         """The class that is tried, and where it comes from. Raises ``PluginError``."""
+        if self.origin is not None:
+            return self.origin
         if isinstance(self.plugin, str):
             return Registry().select(self.role, self.plugin)
         return Found(self.role, self.plugin, "local code", "")
@@ -139,12 +142,12 @@ class Suite:
         for base in reversed(cls.__mro__):
             names.update(dict.fromkeys(name for name in vars(base) if name.startswith("test_")))
         suite = cls()
-        everywhere: list[Law] = []
-        for name in names:
-            test = getattr(suite, name)
-            rule = " ".join((inspect.getdoc(test) or name).split())
-            if "situation" not in inspect.signature(test).parameters:
-                yield Law(name, rule, None, test)
-                continue
-            everywhere += [Law(name, rule, where, partial(test, where)) for where in cls.situations()]
-        yield from everywhere
+        places = cls.situations()
+        tests = {name: getattr(suite, name) for name in names}
+        rules = {name: " ".join((inspect.getdoc(test) or name).split()) for name, test in tests.items()}
+        placed = [name for name in names if "situation" in inspect.signature(tests[name]).parameters]
+        quick = [name for name in names if name not in (*placed, "test_it_decides_the_same_again")]
+        yield from (Law(name, rules[name], None, tests[name]) for name in quick)
+        yield from (Law(name, rules[name], at, partial(tests[name], at)) for name in placed for at in places)
+        rest = [name for name in names if name not in (*placed, *quick)]  # what breaks others, too, is told as theirs
+        yield from (Law(name, rules[name], None, tests[name]) for name in rest)

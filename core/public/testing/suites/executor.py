@@ -6,8 +6,10 @@ import itertools
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from engine.core.config import DEFAULT_MODEL
 from engine.core.plan import Outcome, Plan
 from engine.core.protocols import Executor, Plugin
+from engine.core.registry import make
 from engine.core.request import SamplingParams
 from engine.testing.guard import Violation, snapshot
 from engine.testing.making import make_core
@@ -19,7 +21,7 @@ class ExecutorSuite(Suite):
     """Rules of an executor.
 
     Class attributes:
-        use: what ``Executor.use`` is told (``model``, ``attention``, ``seed``); empty: it is not called.
+        use: what ``Executor.use`` is told (``model``, ``attention``, ``seed``), where it is not the default.
         prompts: token ids to try, some with a common beginning.
         new_tokens: tokens to generate for each.
         page_sizes: tokens a page.
@@ -36,15 +38,19 @@ class ExecutorSuite(Suite):
     def ready(self) -> Executor:
         """A new executor, told what to use."""
         executor: Executor = self.make()
-        if self.use:
-            executor.use(**{"model": "", "attention": None, "seed": 0, **self.use})
+        self._tell(executor)
         return executor
+
+    def _tell(self, executor: Executor) -> None:
+        chosen = {"model": DEFAULT_MODEL, "attention": None, "seed": 0, **self.use}
+        if executor.uses_attention and chosen["attention"] is None:
+            chosen["attention"] = make("attention", "torch")
+        executor.use(**chosen)
 
     def try_once(self, plugin: Plugin) -> None:
         """One request, alone."""
         assert isinstance(plugin, Executor)
-        if self.use:
-            plugin.use(**{"model": "", "attention": None, "seed": 0, **self.use})
+        self._tell(plugin)
         core = make_core(executor=plugin, max_model_len=64)
         with closing(core):
             core.add(list(self.prompts[0]), SamplingParams(temperature=0, max_tokens=1))

@@ -1,0 +1,63 @@
+"""A node of the radix tree, the way up from it, and the orders in which leaves are evicted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+
+class Node:
+    """A stretch of tokens with its pages. ``locks`` counts the pins whose path goes through it."""
+
+    __slots__ = (
+        "children",
+        "created",
+        "hits",
+        "key",
+        "locks",
+        "namespace",
+        "pages",
+        "parent",
+        "priority",
+        "queued",
+        "used",
+        "warm",
+    )
+
+    def __init__(
+        self, parent: Node | None, namespace: bytes, key: bytes, pages: list[int], now: int, priority: int = 0
+    ) -> None:
+        self.parent = parent
+        self.namespace = namespace  # of nodes right below the root, else empty
+        self.key = key
+        self.pages = pages
+        self.children: dict[bytes, Node] = LEAF
+        self.locks = 0
+        self.hits = 0  # inserts that went through it
+        self.priority = priority  # the greatest of the inserts that went through it
+        self.created = now
+        self.used = now
+        self.warm = 0  # sessions whose path goes through it: with any it goes after all without
+        self.queued = False  # has an entry in the order of eviction
+
+
+LEAF: Final[dict[bytes, Node]] = {}
+"""The children of a node without any: shared, never written."""
+
+STRATEGIES: Final[dict[str, Callable[[Node], Any]]] = {
+    "lru": lambda node: node.used,
+    "mru": lambda node: -node.used,
+    "fifo": lambda node: node.created,
+    "filo": lambda node: -node.created,
+    "lfu": lambda node: (node.hits, node.used),
+    "slru": lambda node: (node.hits >= 2, node.used),
+    "priority": lambda node: (node.priority, node.used),
+}
+"""Eviction strategies: the key of a leaf; the smallest goes first."""
+
+
+def path(node: Node) -> Iterator[Node]:
+    """From a node up to, not including, the root."""
+    while node.parent is not None:
+        yield node
+        node = node.parent
