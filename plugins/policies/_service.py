@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from engine.core.request import Request, State
-from engine.plugins.policies._known import PATIENCE
+
+PATIENCE = 32  # times that somebody asks before all that run are charged
 
 Charge = Callable[[Request, float], None]
 
@@ -23,7 +24,7 @@ class Service:
         self._paid: dict[Request, float] = {}  # requests that have started and are not known to have ended
 
     def settle(self, running: Callable[[], Iterable[Request]], started: Iterable[Request]) -> None:
-        """Charge those of ``started`` that really did; all that run only every few times. Mutates."""
+        """Charge those of ``started`` that really did; all that run only every ``PATIENCE`` times. Mutates."""
         self._asked += 1
         everybody = self._asked % PATIENCE == 0
         if everybody:

@@ -19,7 +19,6 @@ from engine.core.plan import Outcome
 from engine.core.protocols import PluginOptions, Policy
 from engine.core.request import Request
 from engine.core.view import StepView
-from engine.plugins.policies._known import Known
 from engine.plugins.policies._metadata import label
 from engine.plugins.policies._service import Service
 
@@ -49,7 +48,7 @@ class FairShare(Policy):
         self._floor = 0.0  # where tenants that come back are lifted to
         self._queued: set[str] = set()  # tenants that waited when last asked
         self._service = Service(self._cost, self._charge)
-        self._tenants: Known[str] = Known(fixed=True)
+        self._tenants: dict[Request, str] = {}  # of those that wait
         self._first: tuple[Request, ...] = ()  # those that may have started since
 
     @hookimpl
@@ -61,7 +60,9 @@ class FairShare(Policy):
         if step.slots <= 0:
             return None
         self._service.settle(lambda: step.running, self._first)
-        tenants = self._tenants.update(waiting, self._tenant)
+        known = self._tenants
+        tenants = {request: known[request] if request in known else self._tenant(request) for request in waiting}
+        self._tenants = tenants
         queues: dict[str, deque[Request]] = {}
         for request in waiting:
             queues.setdefault(tenants[request], deque()).append(request)

@@ -77,21 +77,21 @@ def test_new_does_not_overwrite(tmp_path):
 
 def test_a_new_package_installs_and_passes(tmp_path):
     """As a stranger would: new, pip install (offline), list, check, its own tests."""
-    code, out, err = engine("plugins", "new", "fair-share", "--role", "policy", where=tmp_path)
+    code, out, err = engine("plugins", "new", "my-order", "--role", "policy", where=tmp_path)
     assert code == 0, err
-    assert "engine plugins check fair-share" in out
-    site, source = tmp_path / "site", tmp_path / "fair-share"
+    assert "engine plugins check my-order" in out
+    site, source = tmp_path / "site", tmp_path / "my-order"
     command = [
         sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation",
         "--disable-pip-version-check", "--target", str(site), str(source),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    code, out, err = engine("plugins", "show", "fair-share", path=site)
-    assert "policy fair-share" in out
-    assert "from      fair-share 0.1.0 (fair_share:FairShare)" in out
+    code, out, err = engine("plugins", "show", "my-order", path=site)
+    assert "policy my-order" in out
+    assert "from      my-order 0.1.0 (my_order:MyOrder)" in out
     arguments = ["--workloads", "1", "--seed", "5", "--cost-limit", "0"]
-    code, out, err = engine("plugins", "check", "fair-share", *arguments, path=site)
+    code, out, err = engine("plugins", "check", "my-order", *arguments, path=site)
     assert code == 0, out + err
     assert "1 hold (seed 5)" in out
     assert out.endswith("  ok\n")

@@ -111,7 +111,7 @@ def test_a_tenant_that_aborts_pays_for_what_it_was_served():
     add(core, "b", tenant="b")
     core.step()
     core.abort("a")
-    for number in range(40):  # those that vanished are settled every few times
+    for number in range(100):  # those that vanished are settled every few times
         add(core, f"c{number}", tenant="c")
     starts(core)
     assert policy.counters["a"] == 6 + 2 * 6
