@@ -17,7 +17,9 @@ def isolate(core: EngineCore, outcome: Outcome, step: Step) -> None:
 
     Mutates. Called before the outcome is applied.
     """
-    failed = [outcome.plan.requests[row] for row in outcome.errors]  # also those aborted: their pages may be idle
+    plan = outcome.plan
+    failed = [plan.requests[row] for row in outcome.errors]  # also those aborted: their pages may be idle
+    ending = {plan.requests[row] for row in outcome.errors if plan.requests[row].epoch == plan.epochs[row]}
     spoilt = list(failed)
     steps = [step, *core.flight.steps()]
     for each in steps:
@@ -26,7 +28,7 @@ def isolate(core: EngineCore, outcome: Outcome, step: Step) -> None:
         for request in spoilt:
             core.kv.unpublish(each.journal.take_back(request))
     for request in spoilt:
-        if request not in failed:
+        if request not in ending:  # one that failed may have started again meanwhile, on what it had published itself
             start_again(core, request)
 
 

@@ -148,6 +148,24 @@ def test_a_failing_row_takes_those_along_that_started_on_its_pages(scheduler, kv
     assert executor.mismatch is None
 
 
+def test_a_request_that_started_again_on_its_own_failing_pages_starts_once_more():
+    executor = ShadowExecutor(next_token)
+    core = make_core(executor=executor, max_batch_tokens=8, overlap=True)
+    request = core.add([at % 13 for at in range(14)], SamplingParams(max_tokens=4), request_id="it")
+    executor.row_errors = {"it": "injected"}
+    first = core.plan()
+    outcome = executor.execute(first)
+    core.give_up(request, front=True)
+    second = core.plan()
+    assert second.starts == (8,), "it was to start on its own pages"
+    later = executor.execute(second)
+    core.commit(outcome)
+    core.commit(later)
+    core.check()
+    finish(core)
+    assert (executor.mismatch, request.finish, request.num_output) == (None, "length", 4)
+
+
 def test_the_executor_works_while_the_next_step_is_planned():
     """A background executor is held until the core has planned again: in turns, this would wait for ever."""
     planned_again = threading.Event()
