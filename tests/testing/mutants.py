@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+
 from engine.core import Candidate, Plan, Policy, Reject, Scheduler, Wait, hookimpl
 from engine.plugins.kvcache.paged import PagedCache
 from engine.plugins.kvcache.radix import RadixCache
@@ -129,9 +132,13 @@ class MakesItsOwnPlan(UnifiedScheduler):
 class RollsDice(UnifiedScheduler):
     """Decides by what changes from run to run."""
 
+    rolls = itertools.count()
+
     @hookimpl
     def order(self, waiting):
-        return sorted(waiting, key=id)
+        shuffled = list(waiting)
+        random.Random(next(self.rolls)).shuffle(shuffled)
+        return shuffled
 
 
 # ---- policies

@@ -33,7 +33,7 @@ CAUGHT = {
     "StarvesOne": ("although new ones keep coming", "a short request has not ended after 400 steps"),
     "Forgets": ("Every request ends", "made no progress|not ended"),
     "MakesItsOwnPlan": (".", "not the one that step.seal"),
-    "RollsDice": ("decided the same", "the first time and"),
+    "RollsDice": ("decided the same|ends within", "the first time and|a long request"),  # whichever rule meets it first
     "UnknownIds": ("never counted as faults", "'unknown-ids' was at fault: order answered requests that are unknown"),
     "Duplicates": ("never counted as faults", "'duplicates' was at fault: order answered .* repeated"),
     "Raises": ("never counted as faults", "'raises' was at fault: raised KeyError: 'plan'"),
