@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from engine.core.errors import ExecutionError
 from engine.core.loop import EngineCore
 from engine.core.plan import Outcome, Plan
-from engine.core.protocols import Executor, KVCache, Limits, ModelInfo, Policy, Scheduler
-from engine.core.registry import make
+from engine.core.protocols import Limits, ModelInfo, Policy
+from engine.core.replay.cores import core_for
 from engine.core.replay.report import Divergence, Report
 from engine.core.request import Finish, Request, SamplingParams
 
@@ -141,27 +140,8 @@ def replay(data: Mapping[str, Any], policies: Sequence[Policy] = ()) -> Report:
     return Report(data["name"], steps)
 
 
-class _Silent(Executor):
-    """Computes nothing: outcomes come from the recording."""
-
-    name = "recorded"
-
-    def load(self) -> ModelInfo:
-        raise ExecutionError("a recording has no model")
-
-    def allocate(self, num_pages: int, page_size: int) -> None:
-        raise ExecutionError("a recording has no KV memory")
-
-    def execute(self, plan: Plan) -> Outcome:
-        raise ExecutionError("a recording is not computed")
-
-
 def _core(config: Mapping[str, Any], policies: Sequence[Policy]) -> EngineCore:
     limits = Limits(**config["limits"])
-    scheduler = make("scheduler", config["scheduler"]["name"], config["scheduler"]["options"])
-    kv = make("kvcache", config["kvcache"]["name"], config["kvcache"]["options"])
-    assert isinstance(scheduler, Scheduler)
-    assert isinstance(kv, KVCache)
     model = ModelInfo(
         name="recorded",
         vocab_size=limits.vocab_size,
@@ -169,12 +149,12 @@ def _core(config: Mapping[str, Any], policies: Sequence[Policy]) -> EngineCore:
         eos_ids=frozenset(config["eos_ids"]),
         fingerprint=config["fingerprint"],
     )
-    return EngineCore(
-        limits=limits,
+    scheduler, kv = config["scheduler"], config["kvcache"]
+    return core_for(
+        limits,
+        (scheduler["name"], scheduler["options"]),
+        (kv["name"], kv["options"]),
         model=model,
-        scheduler=scheduler,
-        kv=kv,
-        executor=_Silent(),
         policies=policies,
         overlap=config["overlap"],
     )

@@ -7,6 +7,7 @@ a preemption only the effect is decided, since the priorities of those that ran 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -47,7 +48,7 @@ def _like(decided: Any, recorded: Any) -> Any:
     return decided
 
 
-class Player:
+class Player(ABC):
     """A ledger, opened anew each round, and the calls on it."""
 
     def __init__(self, data: Trace) -> None:
@@ -73,9 +74,9 @@ class Player:
             simulate=self.config["disable_radix_cache"],
         )
 
+    @abstractmethod
     def pool_tokens(self) -> tuple[int, int]:
         """Free and evictable tokens."""
-        raise NotImplementedError
 
     def budgets(self) -> dict[str, Any]:
         """The state of the books."""

@@ -13,8 +13,9 @@ from engine.core.errors import QueueFull
 from engine.core.loop import EngineCore
 from engine.core.plan import Outcome, Plan, Why
 from engine.core.protocols import Executor, ModelInfo
+from engine.core.replay.cores import ANY_TOKEN
 from engine.core.replay.report import Divergence, NotReplayable, Report
-from engine.core.replay.sglang_model import ANY_TOKEN, UNBOUNDED, core_of, submit
+from engine.core.replay.sglang_model import UNBOUNDED, core_of, submit
 from engine.core.request import Request, State
 
 Trace = Mapping[str, Any]

@@ -7,12 +7,11 @@ from typing import Any
 
 from engine.core.identity import namespace_digest, pack
 from engine.core.loop import EngineCore
-from engine.core.protocols import Executor, KVCache, Limits, ModelInfo, Scheduler
-from engine.core.registry import make
+from engine.core.protocols import Executor, Limits
+from engine.core.replay.cores import ANY_TOKEN, core_for
 from engine.core.request import Request, SamplingParams
 
 Trace = Mapping[str, Any]
-ANY_TOKEN = 2**31  # the vocabulary of a recording is not known
 UNBOUNDED = 10**6
 DEFAULT_MAX_TOKENS = 16
 LOWEST_PRIORITY = 10**9  # of a request without one, where priorities count
@@ -42,23 +41,6 @@ def priority_of(entry: Trace, config: Trace) -> int:
     return int(priority if config.get("schedule_low_priority_values_first") else -priority)
 
 
-class NoModel(Executor):
-    """Stands where nothing is ever executed."""
-
-    name = "no-model"
-
-    def load(self) -> ModelInfo:
-        """A model of unknown vocabulary and length."""
-        return ModelInfo(name="recorded", vocab_size=ANY_TOKEN, max_model_len=UNBOUNDED)
-
-    def allocate(self, num_pages: int, page_size: int) -> None:
-        """There is no KV memory."""
-
-    def execute(self, plan: Any) -> Any:
-        """Not asked."""
-        raise NotImplementedError
-
-
 def core_of(
     config: Trace, options: Mapping[str, Any], *, pages: int, executor: Executor | None = None, **limits: int
 ) -> EngineCore:
@@ -69,19 +51,11 @@ def core_of(
         pages: pages in the pool.
         limits: fields of ``Limits`` that are not unbounded.
     """
-    executor = executor or NoModel()
-    scheduler = make(
-        "scheduler",
-        "radix",
-        {"enable_priority_scheduling": config.get("enable_priority_scheduling", False), **options},
-    )
+    decisions = {"enable_priority_scheduling": config.get("enable_priority_scheduling", False), **options}
     caching = {
         "enable_prefix_caching": not config.get("disable_radix_cache", False),
         "eviction_policy": config.get("radix_eviction_policy", "lru"),
     }
-    kv = make("kvcache", "radix", caching)
-    assert isinstance(scheduler, Scheduler)
-    assert isinstance(kv, KVCache)
     bounds = {
         "max_model_len": UNBOUNDED,
         "max_batch_tokens": UNBOUNDED,
@@ -91,7 +65,8 @@ def core_of(
         "vocab_size": ANY_TOKEN,
         **limits,
     }
-    return EngineCore(limits=Limits(**bounds), model=executor.load(), scheduler=scheduler, kv=kv, executor=executor)
+    model = None if executor is None else executor.load()
+    return core_for(Limits(**bounds), ("radix", decisions), ("radix", caching), model=model, executor=executor)
 
 
 def submit(core: EngineCore, entry: Trace, config: Trace) -> Request:

@@ -13,8 +13,9 @@ from engine.core.identity import pack
 from engine.core.pages import PagePool
 from engine.core.protocols import Context, Limits, ModelInfo
 from engine.core.registry import make
+from engine.core.replay.cores import ANY_TOKEN
 from engine.core.replay.report import Divergence, Report
-from engine.core.replay.sglang_model import ANY_TOKEN, UNBOUNDED, namespace, slots
+from engine.core.replay.sglang_model import UNBOUNDED, namespace, slots
 from engine.core.request import Request, SamplingParams
 
 Trace = Mapping[str, Any]

@@ -12,13 +12,12 @@ from typing import Any
 
 from engine.core.loop import EngineCore
 from engine.core.plan import Outcome, Plan
-from engine.core.protocols import Executor, KVCache, Limits, ModelInfo, Policy, Scheduler
-from engine.core.registry import make
+from engine.core.protocols import Executor, KVCache, Limits, ModelInfo, Policy
+from engine.core.replay.cores import ANY_TOKEN, core_for
 from engine.core.replay.report import Divergence, Report
 from engine.core.request import Request, SamplingParams
 
 Trace = Mapping[str, Any]
-ANY_TOKEN = 2**31  # the vocabulary of a recording is not known
 DEFAULTS: Mapping[str, Any] = {
     "scheduled": [],
     "new": [],
@@ -133,10 +132,6 @@ def _core(data: Trace, executor: RecordedModel, policies: Sequence[Policy], kv: 
         "enable_prefix_caching": config["enable_prefix_caching"],
         "drop_last_page": config["eagle_drop_last_block"],
     }
-    scheduler = make("scheduler", "unified", decisions)
-    cache = kv or make("kvcache", "paged", caching)
-    assert isinstance(scheduler, Scheduler)
-    assert isinstance(cache, KVCache)
     limits = Limits(
         max_model_len=config["max_model_len"],
         max_batch_tokens=config["max_num_scheduled_tokens"],
@@ -145,11 +140,11 @@ def _core(data: Trace, executor: RecordedModel, policies: Sequence[Policy], kv: 
         num_pages=config["usable_blocks"],
         vocab_size=ANY_TOKEN,
     )
-    return EngineCore(
-        limits=limits,
+    return core_for(
+        limits,
+        ("unified", decisions),
+        kv or ("paged", caching),
         model=executor.load(),
-        scheduler=scheduler,
-        kv=cache,
         executor=executor,
         policies=policies,
         overlap=config["async"],
