@@ -201,7 +201,10 @@ class KVCache(Plugin, ABC):
 
     @abstractmethod
     def adopt(self, request: Request, match: Match) -> list[int]:
-        """Pin a fresh match for the request and return its pages, first page first. Mutates."""
+        """Pin a fresh match for the request and return its pages, first page first. Mutates.
+
+        The list becomes the request's page table: it must be a new one.
+        """
 
     @abstractmethod
     def take(self, request: Request, count: int) -> list[int]:
@@ -252,6 +255,10 @@ class KVCache(Plugin, ABC):
     @abstractmethod
     def numbers(self) -> KVNumbers:
         """Counts of free, evictable and pinned pages. ``evictable`` is what could really be freed. Does not mutate."""
+
+    def available(self) -> int:
+        """Pages that a grant could take now: free and evictable ones. Does not mutate. Asked often: override it."""
+        return self.numbers().available
 
     @abstractmethod
     def reset(self) -> None:

@@ -89,7 +89,7 @@ class Roster:
 
     def start(self, request: Request) -> None:
         """From the queue to those that run. Mutates."""
-        self.waiting.remove((request,))
+        self.waiting.discard(request)
         request.state = State.RUNNING
         self.running.append(request)
 
@@ -106,7 +106,7 @@ class Roster:
         elif request.state is State.PARKED:
             del self.parked[request.id]
         else:
-            self.waiting.remove((request,))
+            self.waiting.discard(request)
 
     def sweep(self, ended: Sequence[Request]) -> None:
         """Take those that a commit ended from where they stand. Mutates."""

@@ -111,6 +111,11 @@ class Step:
         return self._kv.numbers()
 
     @property
+    def available(self) -> int:
+        """Pages that a grant could take now: free and evictable ones. The same as ``kv.available``, at less cost."""
+        return self._kv.available()
+
+    @property
     def tokens_planned(self) -> int:
         """Tokens granted so far."""
         return self._core.limits.max_batch_tokens - self.budget
@@ -248,28 +253,28 @@ class Step:
         if self.slots <= 0:
             return self._refuse(request, Why.RUN_SLOTS)
         match = core.arbiter.match(request)
-        numbers = self._kv.numbers()
-        room = Room(match.tokens, request.num_tokens - match.tokens, numbers.available, match.idle, self._size)
-        answer = tokens if isinstance(tokens, int) else tokens(room)
+        hit, size = match.tokens, self._size
+        owed, available = len(request.tokens) - hit, self._kv.available()
+        answer = tokens if isinstance(tokens, int) else tokens(Room(hit, owed, available, match.idle, size))
         if isinstance(answer, Why):
             return self._refuse(request, answer)
-        count = min(answer, room.owed + padding, self.budget)
+        count = min(answer, owed + padding, self.budget)
         if count <= 0:
             return self._refuse(request, Why.TOKEN_BUDGET)
-        upto = match.tokens + count
-        short = -(-self._reach(upto, lookahead) // self._size) - match.tokens // self._size
-        if short > room.pinned_available - self._deferred_pages:
+        upto = hit + count
+        short = -(-self._reach(upto, lookahead) // size) - hit // size
+        if short > available - match.idle - self._deferred_pages:
             return self._refuse(request, Why.PAGES)
-        adopted = self._kv.adopt(request, match)
-        request.pages = list(adopted)
+        request.pages = self._kv.adopt(request, match)
         if short > 0 and not self._take(request, short, defer=defer):
             self._kv.release(request, keep=0)
             request.pages = []
             return self._refuse(request, Why.PAGES)
-        for step in (self, *core.flight.steps()):
-            step.journal.adopt(request, adopted)
-        core.enter(request, match.tokens)
-        request.drafts = (NO_DRAFT,) * max(0, count - room.owed)
+        if self._early:
+            for step in (self, *core.flight.steps()):
+                step.journal.adopt(request, request.pages[: hit // size])
+        core.enter(request, hit)
+        request.drafts = (NO_DRAFT,) * (count - owed) if count > owed else ()
         self.admitted.append(request)
         self._waits.pop(request.id, None)
         self._record(request, count, upto)
@@ -277,11 +282,10 @@ class Step:
 
     def free_up(self, pages: int) -> bool:
         """Evict idle content until ``pages`` are free, or nothing is left to evict. True if so many are free."""
-        numbers = self._kv.numbers()
-        if pages > numbers.free and numbers.evictable:
-            self._core.arbiter.free_up(min(pages, numbers.available), self)
-            numbers = self._kv.numbers()
-        return pages <= numbers.free
+        pool = self._core.pool
+        if pages > pool.num_free:
+            self._core.arbiter.free_up(min(pages, self._kv.available()), self)
+        return pages <= pool.num_free
 
     def take_deferred(self) -> None:
         """Take the pages of all deferred grants. Sealing does it too."""
@@ -382,7 +386,7 @@ class Step:
                 break
             needy.append(request)
         count = len(needy)
-        if count < 2 or (deferred and count > self._kv.numbers().available - self._deferred_pages):
+        if count < 2 or (deferred and count > self._kv.available() - self._deferred_pages):
             return
         if self._core.arbiter.free_up(count, self):
             self.taken += count
@@ -411,7 +415,8 @@ class Step:
         self._rows.add(request, count, Why.TOKEN_BUDGET if self.budget <= 0 else Why.PREFILL_BUDGET)
         if self._early:
             self._publish(request, upto - count, min(upto, len(request.tokens)))
-        self._calm(request, upto)
+        if request not in self._deferred:
+            self._calm(request, upto)
 
     def _calm(self, request: Request, upto: int) -> None:
         """Mark the positions from ``upto`` on whose decode needs no page and, planned, publishes none."""
@@ -447,7 +452,7 @@ class Step:
         return min(upto + lookahead, self._core.limits.max_model_len) if lookahead else upto
 
     def _take(self, request: Request, count: int, *, defer: bool = False) -> bool:
-        if (defer or self._deferred) and count > self._kv.numbers().available - self._deferred_pages:
+        if (defer or self._deferred) and count > self._kv.available() - self._deferred_pages:
             return False
         if defer and not self._early:
             self._deferred[request] = self._deferred.get(request, 0) + count

@@ -91,11 +91,13 @@ class RadixCache(KVCache):
 
     def adopt(self, request: Request, match: Match) -> list[int]:
         """Pin the matched path. Mutates."""
-        hold = self._hold(request)
-        hold.node = match.handle or self.tree.root
+        hold = request.kv_state or self._hold(request)
+        hold.node = node = match.handle or self.tree.root
         hold.pages = match.tokens // self._page_size
-        self.tree.lock(hold.node)
-        return self.tree.pages(hold.node)
+        if not hold.pages:
+            return []
+        self.tree.lock(node)
+        return self.tree.pages(node)
 
     def take(self, request: Request, count: int) -> list[int]:
         """Private pages off the pool. Mutates."""
@@ -182,6 +184,10 @@ class RadixCache(KVCache):
         pool, tree = self._pool, self.tree
         return KVNumbers(pool.num_pages, pool.num_free, tree.evictable, tree.protected + self._private, pool.page_size)
 
+    def available(self) -> int:
+        """Free and evictable pages. Does not mutate."""
+        return self._pool.num_free + self.tree.evictable
+
     def reset(self) -> None:
         """Evict all that is unpinned. Mutates."""
         while self.tree.evictable:
@@ -211,7 +217,7 @@ class RadixCache(KVCache):
             return Match(0, (), 0)
         hold = self._hold(request)
         hold.found = node, pages = self.tree.match(hold.key, request.namespace, limit, hold.found)
-        return Match(pages * self._page_size, (), self.tree.idle(node), node)
+        return Match(pages * self._page_size, (), self.tree.idle(node) if pages else 0, node)
 
     def _hold(self, request: Request) -> Hold:
         """The request's state, its key brought up to its tokens."""

@@ -197,7 +197,7 @@ class RadixScheduler(Scheduler):
         return self.ledger_type(
             page_size=page,
             pool_tokens=self.limits.pool_tokens,
-            available=lambda: (step.kv.available + step.taken) * page,
+            available=lambda: (step.available + step.taken) * page,
             running=self.batch,
             ratio=self.new_token_ratio,
             input_tokens=options.max_prefill_tokens,
@@ -214,23 +214,27 @@ class RadixScheduler(Scheduler):
         return min(self.limits.max_running - len(self.batch), step.slots + len(step.admitted))
 
     def _admit(self, step: Step, ledger: Ledger) -> None:
+        rows = self._rows(step)
         for request in step.queue():
-            if len(ledger.joined) >= self._rows(step):
+            if len(ledger.joined) >= rows:
                 self.full = True
-            if self.full and not (self.preempts and self._preempt_for(request, step, ledger)):
-                break
-            if not step.start(request, partial(self._decide, request, step=step, ledger=ledger), defer=True):
+            if self.full:
+                if not (self.preempts and self._preempt_for(request, step, ledger)):
+                    break
+                rows = self._rows(step)
+            tokens = step.start(request, partial(self._decide, step, ledger, request), defer=True)
+            if not tokens:
                 self.full = self.full or step.refused is Why.RESERVE
                 break
-            ledger.charge(request, step.granted(request), whole=not request.debt)
-            if request.debt:
+            if tokens < request.sched_state:
                 self.chunked = request
+            ledger.charge(request, tokens, whole=tokens == request.sched_state)
             closed = ledger.closed()
             if closed is not None:
                 self.full = self.full or closed is Why.RESERVE
                 break
 
-    def _decide(self, request: Request, room: Room, step: Step, ledger: Ledger) -> int | Why:
+    def _decide(self, step: Step, ledger: Ledger, request: Request, room: Room) -> int | Why:
         request.sched_state = room.owed
         if step.override and not step.running:
             return room.owed if self.chunk_size is None else min(room.owed, self.chunk_size)
