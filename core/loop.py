@@ -297,7 +297,8 @@ class EngineCore:
         self.roster.start(request)
         request.computed = request.planned = hit
         request.prefill_target = request.num_tokens
-        if request.preemptions == 0:
+        if request.started is None:
+            request.started = self.roster.now()
             request.cached_tokens = hit
         self.counters.cached_tokens += hit
         self.counters.looked_up_tokens += request.num_tokens

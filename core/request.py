@@ -97,6 +97,7 @@ class Request:
     lagging: bool = False  # accepted drafts completed pages that are not published yet
     prefill_target: int = 0  # num_tokens at admission: up to here the request prefills
     epoch: int = 0  # grows with each preemption and at the end: late results of older epochs are dropped
+    started: float | None = None  # when it was first admitted, in seconds on the engine's clock
     cached_tokens: int = 0  # tokens the prefix cache gave at the first admission
     preemptions: int = 0
     finish: Finish | None = None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from engine.core.errors import InvariantViolation
 from engine.core.journal import Journal
-from engine.core.plan import NO_DRAFT, KVNumbers, Plan, Reject, Room, Wait, Why
+from engine.core.plan import NO_DRAFT, KVNumbers, Plan, Reject, Room, Why
 from engine.core.protocols import Match
 from engine.core.request import Request, State
 from engine.core.rows import Rows
@@ -147,12 +147,14 @@ class Step:
             if request.state is not State.WAITING:
                 continue
             objection = core.hooks.ask_admit(self, request)
-            if isinstance(objection, Reject):
-                core.fail(request, objection.reason)
-            elif isinstance(objection, Wait) and not self.override:
-                self.note(request, Why.POLICY, objection.reason)
-            else:
+            if objection is None:
                 yield request
+            elif isinstance(objection, Reject):
+                core.fail(request, objection.reason)
+            elif self.override:
+                yield request
+            else:
+                self.note(request, Why.POLICY, objection.reason)
 
     # ---- to write
 
@@ -210,12 +212,21 @@ class Step:
         self.budget -= rows.even_out()
         return end
 
-    def expire(self, seconds: float) -> None:
-        """End every request that came more than ``seconds`` ago and has not started yet, as aborted."""
-        core = self._core
-        latest = core.roster.now() - seconds
-        for request in [r for r in core.waiting if r.arrival < latest and not r.preemptions]:
-            core.abort(request.id, detail=f"it waited for more than {seconds:g} seconds")
+    def expire(self, *, waiting: float | None = None, running: float | None = None) -> None:
+        """End, as aborted, requests that took too long. Those granted something in this step are left alone.
+
+        Args:
+            waiting: seconds since it came, for those that have not started yet.
+            running: seconds since it first started, for all others, preempted ones included.
+        """
+        core, now = self._core, self._core.roster.now()
+        if waiting is not None:
+            for request in [r for r in core.waiting if r.started is None and now - r.arrival > waiting]:
+                core.abort(request.id, detail=f"it waited for more than {waiting:g} seconds")
+        if running is not None:
+            for request in [*core.running, *core.waiting]:
+                if request.started is not None and now - request.started > running and not self.granted(request):
+                    core.abort(request.id, detail=f"it ran for more than {running:g} seconds")
 
     def publish(self, request: Request) -> None:
         """Make the computed part of a prompt in progress matchable, if its cache keeps that for the next chunk.
@@ -250,7 +261,7 @@ class Step:
         core = self._core
         if request.state is not State.WAITING or self.plan is not None:
             return self._refuse(request, Why.NOTHING_OWED)
-        if self.slots <= 0:
+        if len(core.running) >= core.limits.max_running:
             return self._refuse(request, Why.RUN_SLOTS)
         match = core.arbiter.match(request)
         hit, size = match.tokens, self._size

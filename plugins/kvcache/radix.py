@@ -83,11 +83,11 @@ class RadixCache(KVCache):
 
     def match(self, request: Request) -> Match:
         """Longest cached prefix, page by page. Mutates recency, and splits the node that it ends in."""
-        return self._look_up(request, (request.num_tokens - 1) // self._page_size)
+        return self._look_up(request, (len(request.tokens) - 1) // self._page_size)
 
     def probe(self, request: Request) -> Match:
         """The same over all tokens of the request; the handle is the last node. Mutates as ``match`` does."""
-        return self._look_up(request, request.num_tokens // self._page_size)
+        return self._look_up(request, len(request.tokens) // self._page_size)
 
     def adopt(self, request: Request, match: Match) -> list[int]:
         """Pin the matched path. Mutates."""
@@ -222,7 +222,7 @@ class RadixCache(KVCache):
     def _hold(self, request: Request) -> Hold:
         """The request's state, its key brought up to its tokens."""
         hold = request.kv_state
-        if not isinstance(hold, Hold):
+        if hold is None:
             hold = request.kv_state = Hold(request.packed)
         known = len(hold.key) // TOKEN_BYTES
         if known < len(request.tokens):

@@ -64,6 +64,7 @@ class RadixScheduler(Scheduler):
         self.init_ratio = min(INIT_RATIO * options.schedule_conservativeness, 1.0)
         self.min_ratio = self.init_ratio * MIN_RATIO_FACTOR
         self.new_token_ratio = self.init_ratio
+        self.expires = options.waiting_timeout is not None or options.running_timeout is not None
         self.preempts = options.enable_priority_scheduling and not options.disable_priority_preemption
         self.delayer = PrefillDelayer(
             options.prefill_delay_passes, options.prefill_delay_queue_ratio, options.prefill_delay_low_usage
@@ -86,8 +87,8 @@ class RadixScheduler(Scheduler):
     @hookimpl
     def plan(self, step: Step) -> Plan:
         """A prefill batch if there is one, else a decode batch."""
-        if self.options.waiting_timeout is not None:
-            step.expire(self.options.waiting_timeout)
+        if self.expires:
+            step.expire(waiting=self.options.waiting_timeout, running=self.options.running_timeout)
         self._merge_last(step)
         if self._held_back(step):
             self._decode(step)

@@ -135,6 +135,27 @@ def test_who_has_not_started_in_time_is_aborted():
     assert first.finish == "length"
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_who_runs_for_too_long_is_aborted_wherever_it_stands(overlap):
+    now = [0.0]
+    core = core_of(max_running=2, clock=lambda: now[0], options={"running_timeout": 5}, overlap=overlap)
+    long = core.add([1, 2, 3], SamplingParams(max_tokens=100, ignore_eos=True))
+    core.step()
+    now[0] = 3.0
+    late = core.add([4, 5, 6], SamplingParams(max_tokens=6, ignore_eos=True))
+    for _ in range(3):
+        core.step()
+    assert (long.started, late.started) == (0.0, 3.0)
+    now[0] = 5.1
+    core.step()
+    assert (long.finish, long.detail) == ("abort", "it ran for more than 5 seconds")
+    while core.has_work:
+        core.step()
+    assert (late.finish, late.num_output) == ("length", 6)
+    core.check()
+    assert core.pool.num_free + core.kv.numbers().evictable == core.pool.num_pages
+
+
 def test_the_last_one_that_finds_no_page_ends_with_a_reason():
     """Retraction keeps one. If even that one cannot go on, it ends, and the engine serves the next."""
     core = core_of(num_pages=10, audit=False)
