@@ -355,6 +355,7 @@ class EngineCore:
             "pages_evictable": numbers.evictable,
             "pages_pinned": numbers.pinned,
             **self.counters.flat(),
+            **{f"scheduler_{name}": value for name, value in self.scheduler.stats().items()},
         }
 
     def describe(self) -> dict[str, Any]:

@@ -136,6 +136,10 @@ class Scheduler(Plugin, ABC):
         """The queue is full: which request is to be aborted for a newcomer of this priority; ``None``: refuse it."""
         return None
 
+    def stats(self) -> Mapping[str, int | float]:
+        """Numbers of its own, for whoever watches: ``EngineCore.stats`` names them ``scheduler_…``. None by default."""
+        return {}
+
     def on_idle(self) -> None:
         """Nothing is left to do: the next request comes to an empty engine."""
 

@@ -16,7 +16,7 @@ after a retraction.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 from engine.core.hookspecs import hookimpl
@@ -127,6 +127,10 @@ class RadixScheduler(Scheduler):
         """Ended outside a commit: it counts in the batch until the next decode, as any that finished."""
         if request is self.chunked:
             self.chunked = None
+
+    def stats(self) -> Mapping[str, int | float]:
+        """The longest wait of those that decode, in prefill batches, and what is reserved of their future."""
+        return {"longest_prefill_streak": self.longest_streak, "new_token_ratio": self.new_token_ratio}
 
     def on_idle(self) -> None:
         """An empty engine starts afresh."""

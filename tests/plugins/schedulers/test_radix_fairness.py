@@ -40,7 +40,7 @@ def test_b06_a_running_stream_gets_its_token_under_steady_arrivals(bound):
         gap = 0 if stream.num_output > before else gap + 1
         longest = max(longest, gap)
     assert longest == (200 if bound is None else bound)
-    assert core.scheduler.longest_streak == longest
+    assert core.stats()["scheduler_longest_prefill_streak"] == longest
     assert core.counters.flat()["finished_length"] > 90, "prefills go on"
 
 
