@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from engine.core import audit, recovery
+from engine.core import answers, audit, recovery
 from engine.core.arbiter import Arbiter
+from engine.core.capabilities import label
+from engine.core.containment import ASK_SECONDS, diagnosed, started
 from engine.core.errors import ExecutionError, InvariantViolation, QueueFull
 from engine.core.explain import explain
 from engine.core.flight import Flight
@@ -26,6 +28,7 @@ from engine.core.roster import Roster
 from engine.core.stats import Counters, StepStats, step_stats
 from engine.core.step import Step
 from engine.core.transfers import TransferBook
+from engine.core.watch import RequestWatch
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +54,7 @@ class EngineCore:
         connectors: Sequence[Connector] = (),
         overlap: bool = False,
         audit_every_step: bool = False,
+        ask_seconds: float | Mapping[str, float] = ASK_SECONDS,
         clock: Callable[[], float] = time.monotonic,
         description: Mapping[str, Any] | None = None,
     ) -> None:
@@ -62,7 +66,9 @@ class EngineCore:
         self.counters = Counters()
         self.roster = Roster(limits, model, clock)
         self.pool = PagePool(limits.num_pages, limits.page_size)
-        self.hooks = HookBus([scheduler, kv, *connectors, *policies])
+        watch = RequestWatch(lambda: self.requests) if audit_every_step else None
+        members = [scheduler, kv, *connectors, *policies]
+        self.hooks = HookBus(members, pool=self.pool, watch=watch, ask_seconds=ask_seconds)
         self._plugins = [executor, kv, scheduler, *connectors, *policies]
         self._audit = audit_every_step
         self._description = dict(description or {})
@@ -71,13 +77,14 @@ class EngineCore:
         self._last: Plan | None = None
         self._idle_plans = 0
         self._broken: str | None = None
+        self._who = f"{label(executor)} of {executor.origin}"
         self._outbox: list[Delta] = []
         self.arbiter = Arbiter(self.roster, kv, self.pool, self.hooks)
         self._transfers = TransferBook(self.pool)
         self._results = ResultApplier(limits, kv, self.counters, overlap=overlap)
         context = Context(limits=limits, pool=self.pool, model=model)
         for plugin in self._plugins:
-            plugin.start(context)
+            started(plugin, context)
         self.waiting.keep_sorted_by(scheduler.queue_key())
 
     # ---- requests
@@ -198,6 +205,16 @@ class EngineCore:
         """
         if self._broken is not None:
             raise ExecutionError(f"the executor cannot go on: {self._broken}")
+        try:
+            return self._step()
+        except Exception as error:
+            raise self._named(error) from error
+
+    def _named(self, error: Exception) -> Exception:
+        """The error in the name of the plugin whose code it came from."""
+        return diagnosed(error, self._plugins)
+
+    def _step(self) -> list[Delta]:
         self._move()
         before = self.flight.oldest
         plan = self.plan()
@@ -218,9 +235,9 @@ class EngineCore:
     def _complete(self, plan: Plan) -> None:
         """Wait for a plan's outcome and commit it, or tell its requests that it failed."""
         try:
-            outcome = self._pipeline.collect() if plan else Outcome(plan, ())
+            outcome = answers.outcome(self._pipeline.collect(), plan, self._who) if plan else Outcome(plan, ())
         except Exception as error:
-            log.exception("step %d failed", plan.index)
+            log.exception("%s: step %d failed", self._who, plan.index)
             self._pipeline.abandon()
             self.fail_step(plan, f"{type(error).__name__}: {error}")
             self._broken = self.executor.broken()
@@ -274,8 +291,9 @@ class EngineCore:
             self._watch_progress(outcome)
         if outcome.finished:
             self.roster.sweep(outcome.finished)
+        finished = outcome.finished  # whoever is told may change what it is shown
         self.hooks.tell_commit(outcome)
-        for request in outcome.finished:
+        for request in finished:
             self._let_go(request)
         if self._audit:
             self.check()
@@ -329,6 +347,8 @@ class EngineCore:
         events = self.hooks.ask_transfer(self._transfers.take_wishes())
         ended, stray = self._transfers.settle(events)
         self.counters.stray_events += stray
+        if self.hooks.lost or self.hooks.deaf:
+            ended += self._transfers.abandon(None if self.hooks.deaf else self.hooks.lost)
         for wish in ended:
             self.ready(wish.request_id, f"transfer {wish.id}")
 
@@ -356,11 +376,13 @@ class EngineCore:
             "pages_pinned": numbers.pinned,
             **self.counters.flat(),
             **{f"scheduler_{name}": value for name, value in self.scheduler.stats().items()},
+            **self.hooks.stats(),
         }
 
     def describe(self) -> dict[str, Any]:
-        """What was chosen and how large it is."""
-        return self._description
+        """What was chosen and how large it is; who is asked what, in which order; who was at fault so far."""
+        faults = [fault._asdict() for fault in self.hooks.faults()]
+        return {**self._description, "hooks": self.hooks.asked(), "faults": faults}
 
     def check(self) -> None:
         """Audit every invariant of requests, plans and pages. Raises ``InvariantViolation``."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 from pydantic import BaseModel, ConfigDict
@@ -91,6 +92,8 @@ class Plugin:
         provides: capabilities that it offers to others, e.g. ``prefix-cache``.
         requires: capabilities that some other selected plugin must provide; checked before anything starts.
         Options: a ``PluginOptions`` subclass.
+
+    ``origin`` is the distribution that it came from: the registry sets it, errors and logs name it.
     """
 
     name: ClassVar[str] = ""
@@ -99,6 +102,7 @@ class Plugin:
     provides: ClassVar[frozenset[str]] = frozenset()
     requires: ClassVar[frozenset[str]] = frozenset()
     Options: ClassVar[type[PluginOptions]] = PluginOptions
+    origin: str = "local code"
 
     def __init__(self, options: Any = None) -> None:
         self.options: Any = options if options is not None else self.Options()
@@ -365,24 +369,28 @@ class Frontend(Plugin, ABC):
         """Serve until stopped; ``engine`` is an ``AsyncEngine``. Returns the process's exit code."""
 
 
-ROLES: Mapping[str, type[Plugin]] = {
-    "scheduler": Scheduler,
-    "kvcache": KVCache,
-    "attention": Attention,
-    "connector": Connector,
-    "executor": Executor,
-    "frontend": Frontend,
-    "policy": Policy,
-}
+ROLES: Mapping[str, type[Plugin]] = MappingProxyType(
+    {
+        "scheduler": Scheduler,
+        "kvcache": KVCache,
+        "attention": Attention,
+        "connector": Connector,
+        "executor": Executor,
+        "frontend": Frontend,
+        "policy": Policy,
+    }
+)
 """Role name -> base class."""
 
-GROUPS: Mapping[str, str] = {
-    "scheduler": "engine.schedulers",
-    "kvcache": "engine.kvcaches",
-    "attention": "engine.attention",
-    "connector": "engine.connectors",
-    "executor": "engine.executors",
-    "frontend": "engine.frontends",
-    "policy": "engine.policies",
-}
+GROUPS: Mapping[str, str] = MappingProxyType(
+    {
+        "scheduler": "engine.schedulers",
+        "kvcache": "engine.kvcaches",
+        "attention": "engine.attention",
+        "connector": "engine.connectors",
+        "executor": "engine.executors",
+        "frontend": "engine.frontends",
+        "policy": "engine.policies",
+    }
+)
 """Role name -> entry-point group."""

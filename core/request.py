@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -84,7 +85,7 @@ class Request:
     entry_index: int = 0  # order of entering the queue, unique; a preempted request enters anew
     read_cache: bool = True  # whether its prefix may come from the cache (what it computes is published all the same)
     packed: bytes = field(default=b"", repr=False)  # the prompt's token ids, four bytes each: see ``packed_tokens``
-    metadata: dict[str, Any] = field(default_factory=dict)  # tenant, deadline, …: for policies
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # tenant, deadline, …: for policies
 
     state: State = State.WAITING
     parked_on: set[str] = field(default_factory=set)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from engine.core.errors import InvalidRequest, QueueFull
@@ -65,7 +66,7 @@ class Roster:
             arrival_index=self._arrivals,
             read_cache=read_cache,
             packed=packed,
-            metadata=dict(metadata or {}),
+            metadata=MappingProxyType(dict(metadata or {})),  # shown to policies: to read
             parked_on=set(parked_on),
         )
         self.live[request.id] = request

@@ -8,7 +8,7 @@ revoked or failed grant had published can never be matched.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from engine.core.errors import InvariantViolation
 from engine.core.journal import Journal
@@ -265,6 +265,8 @@ class Step:
             return self._refuse(request, Why.RUN_SLOTS)
         match = core.arbiter.match(request)
         hit, size = match.tokens, self._size
+        if hit % size or not 0 <= hit < len(request.tokens):
+            self._blame(f"found {hit} tokens of {len(request.tokens)}: whole pages, and never the last token")
         owed, available = len(request.tokens) - hit, self._kv.available()
         answer = tokens if isinstance(tokens, int) else tokens(Room(hit, owed, available, match.idle, size))
         if isinstance(answer, Why):
@@ -277,6 +279,8 @@ class Step:
         if short > available - match.idle - self._deferred_pages:
             return self._refuse(request, Why.PAGES)
         request.pages = self._kv.adopt(request, match)
+        if len(request.pages) * size != hit:
+            self._blame(f"pinned {len(request.pages)} pages of a prefix of {hit} tokens")
         if short > 0 and not self._take(request, short, defer=defer):
             self._kv.release(request, keep=0)
             request.pages = []
@@ -401,7 +405,7 @@ class Step:
             return
         if self._core.arbiter.free_up(count, self):
             self.taken += count
-            for request, page in zip(needy, self._kv.take_each(needy), strict=True):
+            for request, page in zip(needy, self._given(self._kv.take_each(needy), count), strict=True):
                 request.pages.append(page)
                 request.quiet = min(len(request.pages), request.max_total - 1)
 
@@ -471,9 +475,18 @@ class Step:
             return True
         if not self._core.arbiter.free_up(count, self):
             return False
-        request.pages.extend(self._kv.take(request, count))
+        request.pages.extend(self._given(self._kv.take(request, count), count))
         self.taken += count
         return True
+
+    def _given(self, pages: list[int], count: int) -> list[int]:
+        if len(pages) != count:
+            self._blame(f"gave {len(pages)} pages where {count} were asked for")
+        return pages
+
+    def _blame(self, what: str) -> NoReturn:
+        """The cache broke its word: nothing that is decided on it could be right."""
+        raise InvariantViolation(f"kvcache {self._kv.name!r} of {self._kv.origin} {what}")
 
     def _revoke(self, request: Request) -> None:
         count = self._rows.drop(request)
