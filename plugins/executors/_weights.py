@@ -48,7 +48,7 @@ class Weights:
             raise ModelError(f"weights are tensors by name, not {type(weights).__name__}")
         found: dict[str, Tensor] = {}
         for name, tensor in weights.items():
-            own: str = self._tied.get(name, name)
+            own = str(self._tied.get(name, name))
             copy = self._fitting(name, own, tensor)
             if own in found and not torch.equal(found[own], copy):
                 raise ModelError(f"weights {name!r} and {own!r} are one in this model, and they differ")
