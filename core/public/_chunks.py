@@ -29,6 +29,11 @@ class ChunkStream(Iterator[Chunk]):
         raise StopIteration
 
     @property
+    def request_id(self) -> str:
+        """The request's name in the core, e.g. for ``llm.core.why``."""
+        return self._stream.request_id
+
+    @property
     def done(self) -> bool:
         """Whether the request has ended. The last piece may still be there to be taken."""
         return self._closed or self._stream.done
