@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from engine.core import answers, audit, recovery
+from engine.core import answers, audit, recovery, weights
 from engine.core.arbiter import Arbiter
 from engine.core.capabilities import label
 from engine.core.containment import ASK_SECONDS, diagnosed, started
-from engine.core.errors import ExecutionError, InvariantViolation, QueueFull
+from engine.core.errors import EngineDead, EngineError, ExecutionError, InvariantViolation, QueueFull
 from engine.core.explain import explain
 from engine.core.flight import Flight
 from engine.core.hooks import HookBus
@@ -29,6 +29,7 @@ from engine.core.stats import Counters, StepStats, step_stats
 from engine.core.step import Step
 from engine.core.transfers import TransferBook
 from engine.core.watch import RequestWatch
+from engine.core.weights import WhileRunning
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +79,8 @@ class EngineCore:
         self._idle_plans = 0
         self._broken: str | None = None
         self._who = f"{label(executor)} of {executor.origin}"
+        self._closed = False
+        self.weights_epoch = 0
         self._outbox: list[Delta] = []
         self.arbiter = Arbiter(self.roster, kv, self.pool, self.hooks)
         self._transfers = TransferBook(self.pool)
@@ -128,7 +131,9 @@ class EngineCore:
         Raises:
             InvalidRequest: names the field and the limit; nothing is queued.
             QueueFull: the bounded queue has no room, and the scheduler would not give up anybody in it.
+            EngineDead: the engine was closed.
         """
+        self._check_open()
         create = partial(
             self.roster.create,
             tokens,
@@ -150,6 +155,9 @@ class EngineCore:
                 raise
             self._end_now(displaced, Finish.ABORT, "the queue is full and a more urgent request came")
             request = create()
+        request.salt = salt
+        if self.weights_epoch:  # the roster knows the model as it was loaded
+            weights.sign(request, self.model)
         self.counters.accepted += 1
         self.counters.prompt_tokens += request.num_prompt
         return request
@@ -202,13 +210,19 @@ class EngineCore:
         Raises:
             InvariantViolation: a role plugin broke a rule; the engine must not go on.
             ExecutionError: after a failed step (whose requests were told) the executor said that it is broken.
+            EngineDead: the engine was closed.
         """
+        self._check_open()
         if self._broken is not None:
             raise ExecutionError(f"the executor cannot go on: {self._broken}")
         try:
             return self._step()
         except Exception as error:
             raise self._named(error) from error
+        except BaseException:  # Ctrl-C in a notebook: the engine is to be used again
+            self._pipeline.abandon()
+            self._broken = recovery.interrupted(self)
+            raise
 
     def _named(self, error: Exception) -> Exception:
         """The error in the name of the plugin whose code it came from."""
@@ -335,6 +349,55 @@ class EngineCore:
         request.preemptions += 1
         self.scheduler.on_preempt(request)
 
+    # ---- other weights
+
+    def update_weights(self, new: Any, *, running: WhileRunning = "refuse", version: str | None = None) -> ModelInfo:
+        """Replace the model's weights between two steps. What the old ones computed is never matched again.
+
+        Steps in flight are completed first. Requests that have not begun are computed by the new weights.
+
+        Args:
+            new: what the executor takes: weights by name, or where to read them; or a function that is given the
+                weights in force and returns those to replace.
+            running: what becomes of requests that have begun. ``refuse``: an error, and nothing is changed;
+                ``recompute``: they go on after the output they have, all of it computed anew by the new weights;
+                ``abort``: they end.
+            version: names the weights; equal names must mean equal weights. Default: a digest of their content.
+
+        Raises:
+            EngineError: requests have begun and ``running`` is ``refuse``; or KV is being transferred.
+            ConfigError, ModelError: as the executor says; nothing was changed.
+        """
+        self._check_open()
+        if self._transfers:
+            raise EngineError("KV of the old weights is being transferred: the weights cannot be replaced now")
+        if not self.flight.overlap:
+            self.flight.check_room()
+        while (plan := self.flight.oldest) is not None:
+            self._complete(plan)
+        weights.check_running(self, running)
+        try:
+            replaced = new(self.executor.weights()) if callable(new) else new
+            fingerprint = self.executor.update_weights(replaced, version)
+        except Exception:
+            self._broken = self.executor.broken()
+            raise
+        for request in weights.begun(self) if running == "abort" else ():
+            self.abort(request.id, detail=weights.ABORTED)
+        self.rename_model(fingerprint)
+        return self.model
+
+    def rename_model(self, fingerprint: str) -> None:
+        """The model computes other KV from now on: forget all there is. Those that run start again, output kept."""
+        self.model = weights.renamed(self, fingerprint)
+        self.weights_epoch += 1
+        if "model" in self._description:
+            self._description["model"] = {**self._description["model"], "fingerprint": fingerprint}
+        for plugin in self._plugins:
+            plugin.weights_changed(self.model)
+        if self._audit:
+            self.check()
+
     # ---- transfers
 
     def transfer(self, wish: Transfer) -> None:
@@ -389,15 +452,20 @@ class EngineCore:
         audit.check(self)
 
     def close(self) -> None:
-        """End what is left, then close every plugin. Idempotent."""
+        """End what is left, then close every plugin. Idempotent. ``take_deltas`` still tells how requests ended."""
+        self._closed = True
         self._pipeline.close()
         for request_id in list(self.requests):
-            self.abort(request_id)
+            self.abort(request_id, detail="the engine was closed")
         plugins, self._plugins = self._plugins, []
         for plugin in reversed(plugins):
             plugin.close()
 
     # ---- inside
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineDead("the engine was closed")
 
     def _watch_progress(self, outcome: Outcome) -> None:
         """Count steps that moved nothing although there was work; after a few, end one request rather than hang."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 from pydantic import BaseModel, ConfigDict
 
 from engine.core.batch import Batch
+from engine.core.errors import ConfigError
 from engine.core.hookspecs import hookimpl
 from engine.core.pages import PagePool
 from engine.core.plan import Candidate, EvictionPool, KVNumbers, Outcome, Plan
@@ -109,6 +110,9 @@ class Plugin:
 
     def start(self, context: Context) -> None:
         """Called once before the first step. Raise ``ConfigError`` where limits and options contradict each other."""
+
+    def weights_changed(self, model: ModelInfo) -> None:
+        """The model has other weights and another fingerprint from now on; nothing runs and nothing is cached."""
 
     def close(self) -> None:
         """Give back everything (memory, files, threads). Called once; nothing is called after it."""
@@ -332,6 +336,30 @@ class Executor(Plugin, ABC):
         """
         return None
 
+    def weights(self) -> Mapping[str, Any]:
+        """A copy of the weights in force, by name: arrays of the executor's own kind. Does not mutate.
+
+        Raises:
+            ConfigError: this executor cannot show them (the default).
+        """
+        raise ConfigError(f"executor {self.name} cannot show its weights")
+
+    def update_weights(self, weights: Any, version: str | None = None) -> str:
+        """Replace weights by others of the same shapes; returns the model's new fingerprint. Mutates.
+
+        Called between two steps. All is checked before anything is changed. The new weights are copied: whoever gave
+        them may go on changing them.
+
+        Args:
+            weights: by name, all or some; or where to read them from, as ``use`` was told.
+            version: names the weights, instead of a digest of them all: equal names must mean equal weights.
+
+        Raises:
+            ConfigError: this executor cannot change its weights (the default).
+            ModelError: they do not fit; nothing was changed.
+        """
+        raise ConfigError(f"executor {self.name} cannot change its weights")
+
     def forget(self, request: Request) -> None:
         """The request ended; drop per-request state. Called at most once a request."""
 
@@ -367,6 +395,14 @@ class Frontend(Plugin, ABC):
     @abstractmethod
     def serve(self, engine: Any, *, host: str, port: int, api_key: str | None = None) -> int:
         """Serve until stopped; ``engine`` is an ``AsyncEngine``. Returns the process's exit code."""
+
+    def app(self, engine: Any, *, api_key: str | None = None) -> Any:
+        """The same as an ASGI application, for a host that serves it: no socket, no signals, no lifespan of its own.
+
+        Raises:
+            ConfigError: this frontend is no ASGI application (the default).
+        """
+        raise ConfigError(f"frontend {self.name} cannot be mounted in another application")
 
 
 ROLES: Mapping[str, type[Plugin]] = MappingProxyType(

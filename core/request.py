@@ -79,6 +79,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()  # end-of-sequence included unless ignored
     namespace: bytes = b""  # digest of all that makes equal tokens unequal KV (model, dtype, adapter, salt)
     adapter: str = ""  # what changes the model's weights for it
+    salt: str = ""  # separates its cached content from that of equal tokens
     priority: int = 0  # smaller is more urgent
     arrival: float = 0.0  # seconds on the engine's clock
     arrival_index: int = 0  # order of arrival, unique
