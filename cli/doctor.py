@@ -46,7 +46,7 @@ class Finding(NamedTuple):
 def doctor(*, loaded: LoadedConfig) -> None:
     """Check versions, devices, plugins, model and page budget. Exit code 1 if something needed is missing."""
     config = loaded.config
-    findings = [*packages(), *guarded("devices", devices), *plugins(config)]
+    findings = [*packages(), *guarded("devices", devices), *plugins(loaded)]
     findings += guarded("model", lambda: model(config))
     for finding in findings:
         mark = {"ok": "ok     ", "absent": "absent ", "missing": "MISSING"}[finding.status]
@@ -92,24 +92,20 @@ def devices() -> Iterator[Finding]:
         yield Finding("ok", f"gpu {index}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB")
 
 
-def plugins(config: EngineConfig) -> Iterator[Finding]:
+def plugins(loaded: LoadedConfig) -> Iterator[Finding]:
     """Whether each selected plugin can be imported and takes its options."""
+    from engine.core.effective import checked_options, selected
     from engine.core.registry import Registry, build
 
     registry = Registry()
-    roles = ["scheduler", "kvcache", "executor", "frontend"] + (
-        ["attention"] if config.executor.name == "torch" else []
-    )
-    selected = [(role, getattr(config, role)) for role in roles]
-    selected += [("policy", selection) for selection in config.policies]
-    selected += [("connector", selection) for selection in config.connectors]
-    for role, selection in selected:
+    for one in selected(registry, loaded.config):
         try:
-            found = registry.select(role, selection.name)
-            build(found, selection).close()
-            yield Finding("ok", role, f"{selection.name} ({found.distribution} {found.version})".strip())
+            found = registry.select(one.role, one.selection.name)
+            checked_options(found, one, loaded.origins)
+            build(found, one.selection).close()
+            yield Finding("ok", one.role, f"{one.selection.name} ({found.distribution} {found.version})".strip())
         except EngineError as error:
-            yield Finding("missing", role, str(error))
+            yield Finding("missing", one.role, str(error))
 
 
 def model(config: EngineConfig) -> Iterator[Finding]:
