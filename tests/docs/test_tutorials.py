@@ -1,4 +1,4 @@
-"""The tutorials do what they say: each is followed from top to bottom, in an empty folder and an environment of its own.
+"""The tutorials do what they say: each is followed from top to bottom, in an empty folder and its own environment.
 
 Blocks, in the order of the page:
 
