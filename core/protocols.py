@@ -107,7 +107,7 @@ class Plugin:
         """Called once before the first step. Raise ``ConfigError`` where limits and options contradict each other."""
 
     def close(self) -> None:
-        """Give back everything (memory, files, threads). Called once; nothing is called after it."""
+        """Give back everything (memory, files, threads). Called once, also where ``start`` never was; the last call."""
 
 
 class Policy(Plugin):
