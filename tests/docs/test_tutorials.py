@@ -19,6 +19,7 @@ import subprocess
 import sysconfig
 import venv
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from threading import Timer
@@ -148,16 +149,6 @@ def environment_in(folder: Path) -> dict[str, str]:
     }
 
 
-@pytest.fixture
-def shell(tmp_path):
-    """A shell in an empty folder."""
-    folder = tmp_path / "work"
-    folder.mkdir()
-    shell = Shell(folder, environment_in(tmp_path))
-    yield shell, folder
-    shell.close()
-
-
 def free_port() -> str:
     """A port that nobody listens on."""
     with socket.socket() as probe:
@@ -165,8 +156,19 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
+def walk(page: Path, home: Path) -> None:
+    """Do what a page says, in an empty folder."""
+    folder = home / "work"
+    folder.mkdir()
+    shell = Shell(folder, environment_in(home))
+    try:
+        follow(page.read_text(), shell, folder)
+    finally:
+        shell.close()
+
+
 def follow(text: str, shell: Shell, folder: Path) -> None:
-    """Do what a page says."""
+    """Type in and compare."""
     port = free_port()
     shell.run(f"export ENGINE_PORT={port}")
     for block in blocks(text.replace("8000", port)):
@@ -194,10 +196,18 @@ def type_in(todo: list[tuple[str, str]], shell: Shell) -> None:
             assert re.fullmatch(pattern(shown), printed), f"$ {command}\n{printed}--- shown:\n{shown}"
 
 
-@pytest.mark.timeout(300)
+@pytest.fixture(scope="module")
+def walks(request, tmp_path_factory):
+    """The chosen pages, two at a time: most of it is other processes' work."""
+    chosen = [item.callspec.params["page"] for item in request.session.items if "walks" in item.fixturenames]
+    with ThreadPoolExecutor(2) as pool:
+        yield {page: pool.submit(walk, page, tmp_path_factory.mktemp(page.stem)) for page in chosen}
+
+
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
-def test_the_tutorial_works(page, shell):
-    follow(page.read_text(), *shell)
+def test_the_tutorial_works(page, walks):
+    walks[page].result()
 
 
 def test_what_is_shown_is_compared():
