@@ -93,7 +93,8 @@ def devices() -> Iterator[Finding]:
 
 
 def plugins(config: EngineConfig) -> Iterator[Finding]:
-    """Whether each selected plugin can be imported and takes its options."""
+    """Whether each selected plugin works, all of them together, and what else is installed and does not."""
+    from engine.core.capabilities import problem, report
     from engine.core.registry import Registry, build
 
     registry = Registry()
@@ -103,13 +104,25 @@ def plugins(config: EngineConfig) -> Iterator[Finding]:
     selected = [(role, getattr(config, role)) for role in roles]
     selected += [("policy", selection) for selection in config.policies]
     selected += [("connector", selection) for selection in config.connectors]
+    made = []
     for role, selection in selected:
         try:
             found = registry.select(role, selection.name)
-            build(found, selection).close()
-            yield Finding("ok", role, f"{selection.name} ({found.distribution} {found.version})".strip())
+            made.append(build(found, selection))
+            made[-1].close()
+            words = "; ".join((f"{selection.name} ({found.origin})", *found.notes))
+            yield Finding("ok", role, words)
         except EngineError as error:
             yield Finding("missing", role, str(error))
+    summary = report(made, registry)
+    if len(made) == len(selected):
+        yield from (
+            Finding("missing", "capabilities", words) for words in [*map(problem, summary.missing), *summary.false]
+        )
+    yield from (Finding("absent", "downgrade", words) for words in summary.downgrades)
+    for line in registry.listing():
+        if line.status != "ok":
+            yield Finding("absent", line.role, f"{line.name} of {line.distribution} does not work: {line.cause}")
 
 
 def model(config: EngineConfig) -> Iterator[Finding]:
