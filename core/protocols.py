@@ -126,7 +126,7 @@ class Plugin:
         """The model has other weights and another fingerprint from now on; nothing runs and nothing is cached."""
 
     def close(self) -> None:
-        """Give back everything (memory, files, threads). Called once; nothing is called after it."""
+        """Give back everything (memory, files, threads). Called once, also where ``start`` never was; the last call."""
 
 
 class Policy(Plugin):
