@@ -11,7 +11,7 @@ from typing import Any
 from engine.core import answers, audit, recovery
 from engine.core.arbiter import Arbiter
 from engine.core.capabilities import label
-from engine.core.containment import ASK_SECONDS, diagnosed, started
+from engine.core.containment import ASK_SECONDS, Naming, started
 from engine.core.errors import ExecutionError, InvariantViolation, QueueFull
 from engine.core.explain import explain
 from engine.core.flight import Flight
@@ -70,6 +70,7 @@ class EngineCore:
         members = [scheduler, kv, *connectors, *policies]
         self.hooks = HookBus(members, pool=self.pool, watch=watch, ask_seconds=ask_seconds)
         self._plugins = [executor, kv, scheduler, *connectors, *policies]
+        self._naming = Naming(self._plugins)
         self._audit = audit_every_step
         self._description = dict(description or {})
         self.flight = Flight(overlap=overlap)
@@ -145,7 +146,8 @@ class EngineCore:
         try:
             request = create()
         except QueueFull:
-            displaced = self.scheduler.displace(self.waiting, priority)
+            with self._naming:
+                displaced = self.scheduler.displace(self.waiting, priority)
             if displaced is None or displaced.state is not State.WAITING:
                 raise
             self._end_now(displaced, Finish.ABORT, "the queue is full and a more urgent request came")
@@ -171,11 +173,12 @@ class EngineCore:
         self._end_now(request, Finish.ERROR, detail)
 
     def _end_now(self, request: Request, finish: Finish, detail: str | None) -> None:
-        self.roster.withdraw(request)
-        end_request(request, finish, detail, self.counters)
-        self.scheduler.on_end(request)
-        self._let_go(request)
-        self._outbox.append(delta(request, ()))
+        with self._naming:
+            self.roster.withdraw(request)
+            end_request(request, finish, detail, self.counters)
+            self.scheduler.on_end(request)
+            self._let_go(request)
+            self._outbox.append(delta(request, ()))
 
     def _let_go(self, request: Request) -> None:
         """Return all that a finished request holds. Content that was computed may stay cached."""
@@ -205,14 +208,8 @@ class EngineCore:
         """
         if self._broken is not None:
             raise ExecutionError(f"the executor cannot go on: {self._broken}")
-        try:
+        with self._naming:
             return self._step()
-        except Exception as error:
-            raise self._named(error) from error
-
-    def _named(self, error: Exception) -> Exception:
-        """The error in the name of the plugin whose code it came from."""
-        return diagnosed(error, self._plugins)
 
     def _step(self) -> list[Delta]:
         self._move()
