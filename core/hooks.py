@@ -58,11 +58,11 @@ class HookBus:
         pool: PagePool | None = None,
         watch: RequestWatch | None = None,
         ask_seconds: float | Mapping[str, float] = ASK_SECONDS,
-        contract: Contract = CONTRACT,
+        contract: Contract | None = None,
     ) -> None:
         members = list(plugins)
         self._pool = pool
-        self._contract = contract
+        self._contract = contract = CONTRACT if contract is None else contract
         self._seconds = ask_seconds if isinstance(ask_seconds, Mapping) else dict.fromkeys(HOOKS, ask_seconds)
         self._watch = watch
         self.lost: tuple[Transfer, ...] = ()

@@ -379,6 +379,10 @@ class EngineCore:
         faults = [fault._asdict() for fault in self.hooks.faults()]
         return {**self._description, "hooks": self.hooks.asked(), "faults": faults}
 
+    def describe_also(self, **more: Any) -> None:
+        """Add to the description. Mutates."""
+        self._description.update(more)
+
     def check(self) -> None:
         """Audit every invariant of requests, plans and pages. Raises ``InvariantViolation``."""
         audit.check(self)
