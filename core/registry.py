@@ -92,6 +92,7 @@ class Registry:
         self._entries = {role: [entry for entry in found if entry.role == role] for role in GROUPS}
         self._contract = CONTRACT if contract is None else contract
         self._slow_import = slow_import
+        self._checked: dict[Entry, tuple[type, Found]] = {}
 
     def select(self, role: str, name: str) -> Found:
         """The class that plays ``role`` under ``name``: an entry point, an alias, or ``pkg.module:Class``.
@@ -168,7 +169,8 @@ class Registry:
     def _found(self, entry: Entry, slow: float | None = None) -> Found:
         """Import and check. ``slow``: the log names it if that takes so many seconds. Raises ``PluginError``."""
         who = f"{entry.role} {entry.name!r} of {entry.distribution}"
-        said = peek(entry.target, BASES).requires_api
+        imported = entry.target.partition(":")[0] in sys.modules
+        said = None if imported else peek(entry.target, BASES).requires_api
         if said is not None and (refusal := self._contract.refusal(said)):
             raise PluginError(self._refused(who, entry, refusal))
         try:
@@ -178,6 +180,13 @@ class Registry:
             raise PluginError(f"{who} cannot be imported from {entry.target}: {one_line(error)}; {fix}") from error
         if slow is not None and seconds > slow:
             log.warning("%s took %.1f s to import (%s)", who, seconds, entry.target)
+        checked = self._checked.get(entry)
+        if checked is None or checked[0] is not cls:
+            checked = self._checked[entry] = (cls, self._verified(who, entry, cls))
+        return checked[1]
+
+    def _verified(self, who: str, entry: Entry, cls: Any) -> Found:
+        """The class held to the contract. Raises ``PluginError``; constructs nothing."""
         check_class(who, entry.role, cls)
         if refusal := self._contract.refusal(cls.requires_api):
             raise PluginError(self._refused(who, entry, refusal))

@@ -102,6 +102,12 @@ def test_the_examples_of_the_hooks_are_those_of_their_specifications():
         assert f"def {hook}(self" in source
 
 
+@pytest.mark.parametrize("number", range(PAGE.count("```python\n")))
+def test_each_example_runs(number):
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    exec(compile(blocks[number], f"contract.md[{number}]", "exec"), {"__name__": f"contract_{number}"})
+
+
 # ---- untried
 
 
