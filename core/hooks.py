@@ -109,6 +109,10 @@ class HookBus:
 
     # ---- to look at
 
+    def name(self, plugin: Plugin) -> str:
+        """What a plugin is called here: its name, with a number where it is the second of that name."""
+        return self._records[id(plugin)].name
+
     def faults(self) -> list[PluginFaults]:
         """Every contained plugin that had a fault, in the order of the configuration."""
         return [record.summary() for record in self._records.values() if record.kinds]
@@ -188,14 +192,16 @@ class HookBus:
         return self._connected and not self._transfer
 
     def ask_transfer(self, transfers: Sequence[Transfer]) -> list[TransferEvent]:
-        """Events of all connectors. ``lost`` then holds the wishes that nobody took: all of them were at fault."""
+        """Events of all connectors; each is shown what is for it. ``lost`` then holds the wishes that nobody took."""
         events: list[TransferEvent] = []
-        heard = not self._transfer
+        heard: set[str] = set()
         for impl in self._transfer:
             before = impl.record.kinds.total()
-            events.extend(impl.ask(answers.transfer_kv, transfers) or ())
-            heard = heard or impl.record.kinds.total() == before
-        self.lost = () if heard else tuple(transfers)
+            mine = [wish for wish in transfers if wish.to in ("", impl.record.name)]
+            events.extend(impl.ask(answers.transfer_kv, mine) or ())
+            if impl.record.kinds.total() == before:
+                heard.update(wish.id for wish in mine)
+        self.lost = tuple(wish for wish in transfers if wish.id not in heard) if self._transfer else ()
         return events
 
 

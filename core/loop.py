@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from engine.core import answers, audit, recovery
+from engine.core import answers, audit, recovery, weights
 from engine.core.arbiter import Arbiter
 from engine.core.capabilities import label
 from engine.core.containment import ASK_SECONDS, Naming, started
-from engine.core.errors import ExecutionError, InvariantViolation, QueueFull
+from engine.core.errors import EngineDead, EngineError, ExecutionError, InvariantViolation, QueueFull
+from engine.core.exchange import KV, REST, Exchange
 from engine.core.explain import explain
 from engine.core.flight import Flight
 from engine.core.hooks import HookBus
@@ -27,8 +28,8 @@ from engine.core.results import finish as end_request
 from engine.core.roster import Roster
 from engine.core.stats import Counters, StepStats, step_stats
 from engine.core.step import Step
-from engine.core.transfers import TransferBook
 from engine.core.watch import RequestWatch
+from engine.core.weights import WhileRunning
 
 log = logging.getLogger(__name__)
 
@@ -79,13 +80,16 @@ class EngineCore:
         self._idle_plans = 0
         self._broken: str | None = None
         self._who = f"{label(executor)} of {executor.origin}"
+        self._closed = False
+        self.weights_epoch = 0
         self._outbox: list[Delta] = []
         self.arbiter = Arbiter(self.roster, kv, self.pool, self.hooks)
-        self._transfers = TransferBook(self.pool)
+        self.exchange = Exchange(self, connectors)
         self._results = ResultApplier(limits, kv, self.counters, overlap=overlap)
         context = Context(limits=limits, pool=self.pool, model=model)
         for plugin in self._plugins:
             started(plugin, context)
+        self.exchange.register(executor)
         self.waiting.keep_sorted_by(scheduler.queue_key())
 
     # ---- requests
@@ -129,7 +133,10 @@ class EngineCore:
         Raises:
             InvalidRequest: names the field and the limit; nothing is queued.
             QueueFull: the bounded queue has no room, and the scheduler would not give up anybody in it.
+            EngineDead: the engine was closed.
         """
+        self._check_open()
+        looks_up = self.exchange.wants(len(tokens), read_cache=read_cache)
         create = partial(
             self.roster.create,
             tokens,
@@ -141,7 +148,7 @@ class EngineCore:
             arrival=arrival,
             read_cache=read_cache,
             metadata=metadata,
-            parked_on=parked_on,
+            parked_on=[*parked_on, KV] if looks_up else parked_on,
         )
         try:
             request = create()
@@ -152,6 +159,11 @@ class EngineCore:
                 raise
             self._end_now(displaced, Finish.ABORT, "the queue is full and a more urgent request came")
             request = create()
+        request.salt = salt
+        if self.weights_epoch:  # the roster knows the model as it was loaded
+            weights.sign(request, self.model)
+        if looks_up:
+            self.exchange.look_up(request)
         self.counters.accepted += 1
         self.counters.prompt_tokens += request.num_prompt
         return request
@@ -182,6 +194,7 @@ class EngineCore:
 
     def _let_go(self, request: Request) -> None:
         """Return all that a finished request holds. Content that was computed may stay cached."""
+        self.exchange.forget(request)
         self.kv.release(request, keep=min(request.computed, request.num_tokens))
         request.pages = []
         request.planned = request.computed
@@ -195,7 +208,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether ``step`` has something to do. Parked requests alone are no work."""
-        return bool(self.running or len(self.waiting) or self._outbox or self._transfers or len(self.flight))
+        return bool(self.running or len(self.waiting) or self._outbox or self.exchange or len(self.flight))
 
     def step(self) -> list[Delta]:
         """Plan, execute, commit; returns what is new for each request. A failing executor fails its plan's requests.
@@ -205,18 +218,29 @@ class EngineCore:
         Raises:
             InvariantViolation: a role plugin broke a rule; the engine must not go on.
             ExecutionError: after a failed step (whose requests were told) the executor said that it is broken.
+            EngineDead: the engine was closed.
         """
+        self._check_open()
         if self._broken is not None:
             raise ExecutionError(f"the executor cannot go on: {self._broken}")
-        with self._naming:
-            return self._step()
+        try:
+            with self._naming:
+                return self._step()
+        except Exception:
+            raise
+        except BaseException:  # Ctrl-C in a notebook: the engine is to be used again
+            self._pipeline.abandon()
+            self._broken = recovery.interrupted(self)
+            raise
 
     def _step(self) -> list[Delta]:
-        self._move()
+        self.exchange.move()
         before = self.flight.oldest
         plan = self.plan()
         if plan:
             self._pipeline.launch(plan)
+        elif self.exchange and before is None:
+            time.sleep(REST)  # there is nothing to do but to wait for a connector
         if before is not None:
             self._complete(before)
         if self.flight.oldest is plan and not (plan and self.flight.overlap):
@@ -290,6 +314,7 @@ class EngineCore:
             self.roster.sweep(outcome.finished)
         finished = outcome.finished  # whoever is told may change what it is shown
         self.hooks.tell_commit(outcome)
+        self.exchange.committed(plan, finished)
         for request in finished:
             self._let_go(request)
         if self._audit:
@@ -312,7 +337,8 @@ class EngineCore:
         self.roster.start(request)
         request.computed = request.planned = hit
         request.prefill_target = request.num_tokens
-        if request.preemptions == 0:
+        if request.started is None:
+            request.started = self.roster.now()
             request.cached_tokens = hit
         self.counters.cached_tokens += hit
         self.counters.looked_up_tokens += request.num_tokens
@@ -331,22 +357,61 @@ class EngineCore:
         request.preemptions += 1
         self.scheduler.on_preempt(request)
 
+    # ---- other weights
+
+    def update_weights(self, new: Any, *, running: WhileRunning = "refuse", version: str | None = None) -> ModelInfo:
+        """Replace the model's weights between two steps. What the old ones computed is never matched again.
+
+        Steps in flight are completed first. Requests that have not begun are computed by the new weights.
+
+        Args:
+            new: what the executor takes: weights by name, or where to read them; or a function that is given the
+                weights in force and returns those to replace.
+            running: what becomes of requests that have begun. ``refuse``: an error, and nothing is changed;
+                ``recompute``: they go on after the output they have, all of it computed anew by the new weights;
+                ``abort``: they end.
+            version: names the weights; equal names must mean equal weights. Default: a digest of their content.
+
+        Raises:
+            EngineError: requests have begun and ``running`` is ``refuse``; or KV is being transferred.
+            ConfigError, ModelError: as the executor says; nothing was changed.
+        """
+        self._check_open()
+        if not self.exchange.drain():
+            raise EngineError("KV of the old weights is being transferred: the weights cannot be replaced now")
+        if not self.flight.overlap:
+            self.flight.check_room()
+        while (plan := self.flight.oldest) is not None:
+            self._complete(plan)
+        weights.check_running(self, running)
+        try:
+            replaced = new(self.executor.weights()) if callable(new) else new
+            fingerprint = self.executor.update_weights(replaced, version)
+        except Exception:
+            self._broken = self.executor.broken()
+            raise
+        for request in weights.begun(self) if running == "abort" else ():
+            self.abort(request.id, detail=weights.ABORTED)
+        self.rename_model(fingerprint)
+        return self.model
+
+    def rename_model(self, fingerprint: str) -> None:
+        """The model computes other KV from now on: forget all there is. Those that run start again, output kept."""
+        self.model = weights.renamed(self, fingerprint)
+        self.weights_epoch += 1
+        self.exchange.reset()
+        if "model" in self._description:
+            self._description["model"] = {**self._description["model"], "fingerprint": fingerprint}
+        for plugin in self._plugins:
+            plugin.weights_changed(self.model)
+        if self._audit:
+            self.check()
+
     # ---- transfers
 
     def transfer(self, wish: Transfer) -> None:
         """Ask the connectors to move KV; the pages stay fenced until an event ends the transfer."""
-        self._transfers.ask(wish)
-
-    def _move(self) -> None:
-        if not self._transfers:
-            return
-        events = self.hooks.ask_transfer(self._transfers.take_wishes())
-        ended, stray = self._transfers.settle(events)
-        self.counters.stray_events += stray
-        if self.hooks.lost or self.hooks.deaf:
-            ended += self._transfers.abandon(None if self.hooks.deaf else self.hooks.lost)
-        for wish in ended:
-            self.ready(wish.request_id, f"transfer {wish.id}")
+        self.exchange.ask(wish)
 
     # ---- to look at
 
@@ -371,6 +436,7 @@ class EngineCore:
             "pages_evictable": numbers.evictable,
             "pages_pinned": numbers.pinned,
             **self.counters.flat(),
+            **{f"scheduler_{name}": value for name, value in self.scheduler.stats().items()},
             **self.hooks.stats(),
         }
 
@@ -388,15 +454,20 @@ class EngineCore:
         audit.check(self)
 
     def close(self) -> None:
-        """End what is left, then close every plugin. Idempotent."""
+        """End what is left, then close every plugin. Idempotent. ``take_deltas`` still tells how requests ended."""
+        self._closed = True
         self._pipeline.close()
         for request_id in list(self.requests):
-            self.abort(request_id)
+            self.abort(request_id, detail="the engine was closed")
         plugins, self._plugins = self._plugins, []
         for plugin in reversed(plugins):
             plugin.close()
 
     # ---- inside
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineDead("the engine was closed")
 
     def _watch_progress(self, outcome: Outcome) -> None:
         """Count steps that moved nothing although there was work; after a few, end one request rather than hang."""

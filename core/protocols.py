@@ -12,24 +12,37 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 from engine.core.batch import Batch
+from engine.core.errors import ConfigError
 from engine.core.hookspecs import hookimpl
 from engine.core.pages import PagePool
 from engine.core.plan import Candidate, EvictionPool, KVNumbers, Outcome, Plan
 from engine.core.request import Request
+from engine.core.values import from_text
 
 if TYPE_CHECKING:
+    from engine.core.memory import KVLayout
     from engine.core.step import Step
 
 PublishWhen = Literal["planned", "committed", "prefilled"]
 
 
 class PluginOptions(BaseModel):
-    """Base of every plugin's options: typed, documented fields; unknown keys are errors, values do not change."""
+    """Base of every plugin's options: typed, documented fields; unknown keys are errors, values do not change.
+
+    Text becomes what the field's type says, since flags and variables have nothing else: ``none``, ``a,b``, ``a=1,b=2``
+    (``engine.core.values.from_text``).
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _typed(cls, value: Any, info: ValidationInfo) -> Any:
+        field = cls.model_fields[info.field_name or ""]
+        return from_text(value, field.annotation) if isinstance(value, str) else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +123,11 @@ class Plugin:
     def start(self, context: Context) -> None:
         """Called once before the first step. Raise ``ConfigError`` where limits and options contradict each other."""
 
+    def weights_changed(self, model: ModelInfo) -> None:
+        """The model has other weights and another fingerprint from now on; nothing runs and nothing is cached."""
+
     def close(self) -> None:
-        """Give back everything (memory, files, threads). Called once; nothing is called after it."""
+        """Give back everything (memory, files, threads). Called once, also where ``start`` never was; the last call."""
 
 
 class Policy(Plugin):
@@ -119,7 +135,25 @@ class Policy(Plugin):
 
 
 class Connector(Plugin):
-    """Moves KV between engines and tiers: answers ``transfer_kv``."""
+    """Moves KV between engines and tiers: answers ``transfer_kv``, at once: the work is done in threads of its own.
+
+    Class attributes:
+        loads: it may have content to give: ``probe`` and ``pull`` transfers are for it.
+        saves: it keeps content: ``push`` transfers are for it.
+        patience: seconds from a request's arrival for which it may be kept waiting for what comes in.
+        min_tokens: fewer than so many tokens more than are cached here are not worth a transfer.
+    """
+
+    loads: bool = False
+    saves: bool = False
+    patience: float = 5.0
+    min_tokens: int = 0
+
+    def register(self, layout: KVLayout) -> None:
+        """Where KV memory lies. Called once, after ``start``, of a connector that loads or saves.
+
+        The memory stays where it is until ``close``. Raise ``ConfigError`` where it cannot be worked with.
+        """
 
 
 class Scheduler(Plugin, ABC):
@@ -139,6 +173,10 @@ class Scheduler(Plugin, ABC):
     def displace(self, waiting: Iterable[Request], priority: int) -> Request | None:
         """The queue is full: which request is to be aborted for a newcomer of this priority; ``None``: refuse it."""
         return None
+
+    def stats(self) -> Mapping[str, int | float]:
+        """Numbers of its own, for whoever watches: ``EngineCore.stats`` names them ``scheduler_…``. None by default."""
+        return {}
 
     def on_idle(self) -> None:
         """Nothing is left to do: the next request comes to an empty engine."""
@@ -205,7 +243,10 @@ class KVCache(Plugin, ABC):
 
     @abstractmethod
     def adopt(self, request: Request, match: Match) -> list[int]:
-        """Pin a fresh match for the request and return its pages, first page first. Mutates."""
+        """Pin a fresh match for the request and return its pages, first page first. Mutates.
+
+        The list becomes the request's page table: it must be a new one.
+        """
 
     @abstractmethod
     def take(self, request: Request, count: int) -> list[int]:
@@ -256,6 +297,10 @@ class KVCache(Plugin, ABC):
     @abstractmethod
     def numbers(self) -> KVNumbers:
         """Counts of free, evictable and pinned pages. ``evictable`` is what could really be freed. Does not mutate."""
+
+    def available(self) -> int:
+        """Pages that a grant could take now: free and evictable ones. Does not mutate. Asked often: override it."""
+        return self.numbers().available
 
     @abstractmethod
     def reset(self) -> None:
@@ -321,6 +366,34 @@ class Executor(Plugin, ABC):
         """
         return None
 
+    def weights(self) -> Mapping[str, Any]:
+        """A copy of the weights in force, by name: arrays of the executor's own kind. Does not mutate.
+
+        Raises:
+            ConfigError: this executor cannot show them (the default).
+        """
+        raise ConfigError(f"executor {self.name} cannot show its weights")
+
+    def update_weights(self, weights: Any, version: str | None = None) -> str:
+        """Replace weights by others of the same shapes; returns the model's new fingerprint. Mutates.
+
+        Called between two steps. All is checked before anything is changed. The new weights are copied: whoever gave
+        them may go on changing them.
+
+        Args:
+            weights: by name, all or some; or where to read them from, as ``use`` was told.
+            version: names the weights, instead of a digest of them all: equal names must mean equal weights.
+
+        Raises:
+            ConfigError: this executor cannot change its weights (the default).
+            ModelError: they do not fit; nothing was changed.
+        """
+        raise ConfigError(f"executor {self.name} cannot change its weights")
+
+    def kv_layout(self) -> KVLayout | None:
+        """Its KV memory, for connectors; ``None`` where nobody else can reach it. Called after ``allocate``."""
+        return None
+
     def forget(self, request: Request) -> None:
         """The request ended; drop per-request state. Called at most once a request."""
 
@@ -356,6 +429,14 @@ class Frontend(Plugin, ABC):
     @abstractmethod
     def serve(self, engine: Any, *, host: str, port: int, api_key: str | None = None) -> int:
         """Serve until stopped; ``engine`` is an ``AsyncEngine``. Returns the process's exit code."""
+
+    def app(self, engine: Any, *, api_key: str | None = None) -> Any:
+        """The same as an ASGI application, for a host that serves it: no socket, no signals, no lifespan of its own.
+
+        Raises:
+            ConfigError: this frontend is no ASGI application (the default).
+        """
+        raise ConfigError(f"frontend {self.name} cannot be mounted in another application")
 
 
 ROLES: Mapping[str, type[Plugin]] = MappingProxyType(
