@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,9 @@ import pytest
 from engine.cli.plugin_new import write
 from engine.cli.plugin_templates import CODE
 from engine.core.errors import ConfigError, PluginError
+from engine.core.protocols import ROLES
 from engine.core.registry import Registry
+from engine.testing import SUITES
 from engine.testing.checking import check, suites
 
 
@@ -71,8 +74,32 @@ def test_new_does_not_overwrite(tmp_path):
     write("fine", "policy", tmp_path)
     with pytest.raises(ConfigError, match="exists already"):
         write("fine", "policy", tmp_path)
-    with pytest.raises(PluginError, match="no template for role 'frontend'"):
-        write("other", "frontend", tmp_path)
+    with pytest.raises(PluginError, match="no template for role 'front'.*did you mean 'frontend'"):
+        write("other", "front", tmp_path)
+
+
+def test_every_role_has_a_template_and_a_suite():
+    assert set(CODE) == set(ROLES) == set(SUITES)
+
+
+@pytest.mark.parametrize(
+    ("name", "role", "words"),
+    [
+        ("fair-share", "policy", "taken by the policy 'fair-share' of sixhooks: choose another, e.g. my-fair-share"),
+        ("sglang", "kvcache", "taken by the kvcache 'radix' of sixhooks, which has it as an alias"),
+        ("openai", "frontend", "taken by the frontend 'openai' of sixhooks"),
+        ("numpy", "policy", "taken by the installed distribution numpy: choose another, e.g. my-numpy"),
+        ("zipfile", "policy", "taken by the module zipfile"),
+    ],
+)
+def test_a_name_that_is_taken_is_refused(name, role, words, tmp_path):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        write(name, role, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_of_another_role_is_free(tmp_path):
+    assert write("fair-share", "executor", tmp_path).is_dir()
 
 
 def test_a_new_package_installs_and_passes(tmp_path):
@@ -141,3 +168,89 @@ def test_check_takes_a_suite_with_its_settings(tmp_path):
     code, out, _ = engine("plugins", "check", "mine:TestMine", *arguments, path=tmp_path)
     assert code == 0, out
     assert "µs a step at 8 running" in out
+
+
+HANGS = """
+import os, threading
+from engine.core import Policy, hookimpl
+
+class Waits(Policy):
+    "Waits for who never comes."
+    name = "waits"
+    @hookimpl
+    def order(self, waiting):
+        if len(waiting) > 2:
+            threading.Event().wait()
+
+class Spins(Policy):
+    "Looks for ever."
+    name = "spins"
+    @hookimpl
+    def admit(self, request):
+        while True:
+            pass
+
+class Dies(Policy):
+    "Takes the process down."
+    name = "dies"
+    @hookimpl
+    def admit(self, request):
+        os.abort()
+
+class Leaves(Policy):
+    "Says that all is well, and goes."
+    name = "leaves"
+    @hookimpl
+    def admit(self, request):
+        os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "words", "place"),
+    [
+        ("Waits", "Answers are valid", "it has not come back for 2 s", "line 11 in order"),
+        ("Spins", "After close", "it has not come back for 2 s", "in admit"),
+        ("Dies", "After close", "its process died of SIGABRT", "in admit"),
+        ("Leaves", "After close", "its process was ended by somebody, with exit code 0", ""),
+    ],
+)
+def test_a_plugin_that_never_comes_back_is_told_with_rule_and_place(name, rule, words, place, tmp_path):
+    (tmp_path / "hangs.py").write_text(HANGS)
+    arguments = ["--time-limit", "2", "--seed", "1"]
+    code, out, err = engine("plugins", "check", f"hangs:{name}", *arguments, path=tmp_path)
+    assert code == 1, out + err
+    assert out.startswith(f"policy {name.lower()} (local code)\n  BROKEN     {rule}")
+    assert f"  what       {words}\n" in out
+    assert re.search(r"^  where      test_\w+(\[.+\])? \(seed 1\)$", out, re.MULTILINE)
+    if place:
+        assert re.search(rf'^  stack  .*\n(.*\n)*? +File ".*hangs.py", .*{place}', out, re.MULTILINE), out
+    assert f"again      engine plugins check hangs:{name} --seed 1 --time-limit 2" in out
+
+
+def test_a_module_that_never_comes_back_is_told(tmp_path):
+    (tmp_path / "endless.py").write_text("while True: pass\n")
+    code, out, _ = engine("plugins", "check", "endless:Thing", "--time-limit", "2", path=tmp_path)
+    assert code == 1
+    assert "BROKEN     A plugin can be imported." in out
+    assert 'endless.py", line 1 in <module>' in out
+
+
+def test_without_a_time_limit_there_is_no_second_process(tmp_path):
+    (tmp_path / "parent.py").write_text(
+        "import os\n"
+        "from engine.core import Policy\n"
+        "class Named(Policy):\n"
+        "    'Named after its process.'\n"
+        "    name = f'of-{os.getpid()}'\n"
+    )
+    arguments = ["plugins", "check", "parent:Named", "--workloads", "0", "--cost-limit", "0", "--time-limit"]
+    code = "import os; print(os.getpid(), flush=True); from engine.cli import main; main()"
+    for limit, same in (("0", True), ("60", False)):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments, limit], capture_output=True, text=True, timeout=300,
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        pid = done.stdout.splitlines()[0]
+        assert (f"policy of-{pid} " in done.stdout) == same
