@@ -23,8 +23,9 @@ def config(
 
     Takes all flags of `engine serve`. Exit code 2 where `engine serve` would refuse to start. Secrets are not shown.
     """
+    from engine.core.capabilities import check_capabilities
     from engine.core.effective import Effective
-    from engine.core.registry import Registry, build, check_capabilities
+    from engine.core.registry import Registry, build
     from engine.core.values import readable
 
     if as_json and as_toml:

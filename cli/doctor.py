@@ -93,19 +93,32 @@ def devices() -> Iterator[Finding]:
 
 
 def plugins(loaded: LoadedConfig) -> Iterator[Finding]:
-    """Whether each selected plugin can be imported and takes its options."""
+    """Whether each selected plugin works, all of them together, and what else is installed and does not."""
+    from engine.core.capabilities import problem, report
     from engine.core.effective import checked_options, selected
     from engine.core.registry import Registry, build
 
     registry = Registry()
-    for one in selected(registry, loaded.config):
+    wanted = list(selected(registry, loaded.config))
+    made = []
+    for one in wanted:
         try:
             found = registry.select(one.role, one.selection.name)
             checked_options(found, one, loaded.origins)
-            build(found, one.selection).close()
-            yield Finding("ok", one.role, f"{one.selection.name} ({found.distribution} {found.version})".strip())
+            made.append(build(found, one.selection))
+            made[-1].close()
+            yield Finding("ok", one.role, "; ".join((f"{one.selection.name} ({found.origin})", *found.notes)))
         except EngineError as error:
             yield Finding("missing", one.role, str(error))
+    summary = report(made, registry)
+    if len(made) == len(wanted):
+        yield from (
+            Finding("missing", "capabilities", words) for words in [*map(problem, summary.missing), *summary.false]
+        )
+    yield from (Finding("absent", "downgrade", words) for words in summary.downgrades)
+    for line in registry.listing():
+        if line.status != "ok":
+            yield Finding("absent", line.role, f"{line.name} of {line.distribution} does not work: {line.cause}")
 
 
 def model(config: EngineConfig) -> Iterator[Finding]:

@@ -86,10 +86,9 @@ class Arbiter:
 
     def free_up(self, count: int, step: Step) -> bool:
         """Make ``count`` pages free, evicting idle content; False, with nothing evicted, where they cannot be had."""
-        short = count - self._pool.num_free
-        if short <= 0:
+        if count <= self._pool.num_free:
             return True
-        if short > self._kv.numbers().evictable:
+        if count > self._kv.available():
             return False
         pool = EvictionPool("cache", self._kv.candidates)
 

@@ -77,6 +77,7 @@ class EngineConfig(BaseModel):
     seed: int = Field(0, description="seed of all drawn seeds")
     heartbeat_timeout: float = Field(5.0, gt=0, description="seconds without a sign of life: the engine is dead")
     step_timeout: float = Field(120.0, gt=0, description="seconds without a finished step: the engine is stuck")
+    ask_seconds: float = Field(0.5, gt=0, description="seconds that one ask of a policy may take; more is a fault")
     audit: bool = Field(False, description="full invariant check after every step (slow)")
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on (0: any free one)")

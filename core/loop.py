@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from engine.core import audit, recovery
+from engine.core import answers, audit, recovery, weights
 from engine.core.arbiter import Arbiter
-from engine.core.errors import ExecutionError, InvariantViolation, QueueFull
+from engine.core.capabilities import label
+from engine.core.containment import ASK_SECONDS, diagnosed, started
+from engine.core.errors import EngineDead, EngineError, ExecutionError, InvariantViolation, QueueFull
 from engine.core.explain import explain
 from engine.core.flight import Flight
 from engine.core.hooks import HookBus
@@ -26,6 +28,8 @@ from engine.core.roster import Roster
 from engine.core.stats import Counters, StepStats, step_stats
 from engine.core.step import Step
 from engine.core.transfers import TransferBook
+from engine.core.watch import RequestWatch
+from engine.core.weights import WhileRunning
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +55,7 @@ class EngineCore:
         connectors: Sequence[Connector] = (),
         overlap: bool = False,
         audit_every_step: bool = False,
+        ask_seconds: float | Mapping[str, float] = ASK_SECONDS,
         clock: Callable[[], float] = time.monotonic,
         description: Mapping[str, Any] | None = None,
     ) -> None:
@@ -62,7 +67,9 @@ class EngineCore:
         self.counters = Counters()
         self.roster = Roster(limits, model, clock)
         self.pool = PagePool(limits.num_pages, limits.page_size)
-        self.hooks = HookBus([scheduler, kv, *connectors, *policies])
+        watch = RequestWatch(lambda: self.requests) if audit_every_step else None
+        members = [scheduler, kv, *connectors, *policies]
+        self.hooks = HookBus(members, pool=self.pool, watch=watch, ask_seconds=ask_seconds)
         self._plugins = [executor, kv, scheduler, *connectors, *policies]
         self._audit = audit_every_step
         self._description = dict(description or {})
@@ -71,13 +78,16 @@ class EngineCore:
         self._last: Plan | None = None
         self._idle_plans = 0
         self._broken: str | None = None
+        self._who = f"{label(executor)} of {executor.origin}"
+        self._closed = False
+        self.weights_epoch = 0
         self._outbox: list[Delta] = []
         self.arbiter = Arbiter(self.roster, kv, self.pool, self.hooks)
         self._transfers = TransferBook(self.pool)
         self._results = ResultApplier(limits, kv, self.counters, overlap=overlap)
         context = Context(limits=limits, pool=self.pool, model=model)
         for plugin in self._plugins:
-            plugin.start(context)
+            started(plugin, context)
         self.waiting.keep_sorted_by(scheduler.queue_key())
 
     # ---- requests
@@ -121,7 +131,9 @@ class EngineCore:
         Raises:
             InvalidRequest: names the field and the limit; nothing is queued.
             QueueFull: the bounded queue has no room, and the scheduler would not give up anybody in it.
+            EngineDead: the engine was closed.
         """
+        self._check_open()
         create = partial(
             self.roster.create,
             tokens,
@@ -143,6 +155,9 @@ class EngineCore:
                 raise
             self._end_now(displaced, Finish.ABORT, "the queue is full and a more urgent request came")
             request = create()
+        request.salt = salt
+        if self.weights_epoch:  # the roster knows the model as it was loaded
+            weights.sign(request, self.model)
         self.counters.accepted += 1
         self.counters.prompt_tokens += request.num_prompt
         return request
@@ -195,9 +210,25 @@ class EngineCore:
         Raises:
             InvariantViolation: a role plugin broke a rule; the engine must not go on.
             ExecutionError: after a failed step (whose requests were told) the executor said that it is broken.
+            EngineDead: the engine was closed.
         """
+        self._check_open()
         if self._broken is not None:
             raise ExecutionError(f"the executor cannot go on: {self._broken}")
+        try:
+            return self._step()
+        except Exception as error:
+            raise self._named(error) from error
+        except BaseException:  # Ctrl-C in a notebook: the engine is to be used again
+            self._pipeline.abandon()
+            self._broken = recovery.interrupted(self)
+            raise
+
+    def _named(self, error: Exception) -> Exception:
+        """The error in the name of the plugin whose code it came from."""
+        return diagnosed(error, self._plugins)
+
+    def _step(self) -> list[Delta]:
         self._move()
         before = self.flight.oldest
         plan = self.plan()
@@ -218,9 +249,9 @@ class EngineCore:
     def _complete(self, plan: Plan) -> None:
         """Wait for a plan's outcome and commit it, or tell its requests that it failed."""
         try:
-            outcome = self._pipeline.collect() if plan else Outcome(plan, ())
+            outcome = answers.outcome(self._pipeline.collect(), plan, self._who) if plan else Outcome(plan, ())
         except Exception as error:
-            log.exception("step %d failed", plan.index)
+            log.exception("%s: step %d failed", self._who, plan.index)
             self._pipeline.abandon()
             self.fail_step(plan, f"{type(error).__name__}: {error}")
             self._broken = self.executor.broken()
@@ -274,8 +305,9 @@ class EngineCore:
             self._watch_progress(outcome)
         if outcome.finished:
             self.roster.sweep(outcome.finished)
+        finished = outcome.finished  # whoever is told may change what it is shown
         self.hooks.tell_commit(outcome)
-        for request in outcome.finished:
+        for request in finished:
             self._let_go(request)
         if self._audit:
             self.check()
@@ -297,7 +329,8 @@ class EngineCore:
         self.roster.start(request)
         request.computed = request.planned = hit
         request.prefill_target = request.num_tokens
-        if request.preemptions == 0:
+        if request.started is None:
+            request.started = self.roster.now()
             request.cached_tokens = hit
         self.counters.cached_tokens += hit
         self.counters.looked_up_tokens += request.num_tokens
@@ -316,6 +349,55 @@ class EngineCore:
         request.preemptions += 1
         self.scheduler.on_preempt(request)
 
+    # ---- other weights
+
+    def update_weights(self, new: Any, *, running: WhileRunning = "refuse", version: str | None = None) -> ModelInfo:
+        """Replace the model's weights between two steps. What the old ones computed is never matched again.
+
+        Steps in flight are completed first. Requests that have not begun are computed by the new weights.
+
+        Args:
+            new: what the executor takes: weights by name, or where to read them; or a function that is given the
+                weights in force and returns those to replace.
+            running: what becomes of requests that have begun. ``refuse``: an error, and nothing is changed;
+                ``recompute``: they go on after the output they have, all of it computed anew by the new weights;
+                ``abort``: they end.
+            version: names the weights; equal names must mean equal weights. Default: a digest of their content.
+
+        Raises:
+            EngineError: requests have begun and ``running`` is ``refuse``; or KV is being transferred.
+            ConfigError, ModelError: as the executor says; nothing was changed.
+        """
+        self._check_open()
+        if self._transfers:
+            raise EngineError("KV of the old weights is being transferred: the weights cannot be replaced now")
+        if not self.flight.overlap:
+            self.flight.check_room()
+        while (plan := self.flight.oldest) is not None:
+            self._complete(plan)
+        weights.check_running(self, running)
+        try:
+            replaced = new(self.executor.weights()) if callable(new) else new
+            fingerprint = self.executor.update_weights(replaced, version)
+        except Exception:
+            self._broken = self.executor.broken()
+            raise
+        for request in weights.begun(self) if running == "abort" else ():
+            self.abort(request.id, detail=weights.ABORTED)
+        self.rename_model(fingerprint)
+        return self.model
+
+    def rename_model(self, fingerprint: str) -> None:
+        """The model computes other KV from now on: forget all there is. Those that run start again, output kept."""
+        self.model = weights.renamed(self, fingerprint)
+        self.weights_epoch += 1
+        if "model" in self._description:
+            self._description["model"] = {**self._description["model"], "fingerprint": fingerprint}
+        for plugin in self._plugins:
+            plugin.weights_changed(self.model)
+        if self._audit:
+            self.check()
+
     # ---- transfers
 
     def transfer(self, wish: Transfer) -> None:
@@ -328,6 +410,8 @@ class EngineCore:
         events = self.hooks.ask_transfer(self._transfers.take_wishes())
         ended, stray = self._transfers.settle(events)
         self.counters.stray_events += stray
+        if self.hooks.lost or self.hooks.deaf:
+            ended += self._transfers.abandon(None if self.hooks.deaf else self.hooks.lost)
         for wish in ended:
             self.ready(wish.request_id, f"transfer {wish.id}")
 
@@ -354,26 +438,34 @@ class EngineCore:
             "pages_evictable": numbers.evictable,
             "pages_pinned": numbers.pinned,
             **self.counters.flat(),
+            **{f"scheduler_{name}": value for name, value in self.scheduler.stats().items()},
+            **self.hooks.stats(),
         }
 
     def describe(self) -> dict[str, Any]:
-        """What was chosen and how large it is."""
-        return self._description
+        """What was chosen and how large it is; who is asked what, in which order; who was at fault so far."""
+        faults = [fault._asdict() for fault in self.hooks.faults()]
+        return {**self._description, "hooks": self.hooks.asked(), "faults": faults}
 
     def check(self) -> None:
         """Audit every invariant of requests, plans and pages. Raises ``InvariantViolation``."""
         audit.check(self)
 
     def close(self) -> None:
-        """End what is left, then close every plugin. Idempotent."""
+        """End what is left, then close every plugin. Idempotent. ``take_deltas`` still tells how requests ended."""
+        self._closed = True
         self._pipeline.close()
         for request_id in list(self.requests):
-            self.abort(request_id)
+            self.abort(request_id, detail="the engine was closed")
         plugins, self._plugins = self._plugins, []
         for plugin in reversed(plugins):
             plugin.close()
 
     # ---- inside
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineDead("the engine was closed")
 
     def _watch_progress(self, outcome: Outcome) -> None:
         """Count steps that moved nothing although there was work; after a few, end one request rather than hang."""

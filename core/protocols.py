@@ -9,11 +9,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 from engine.core.batch import Batch
+from engine.core.errors import ConfigError
 from engine.core.hookspecs import hookimpl
 from engine.core.pages import PagePool
 from engine.core.plan import Candidate, EvictionPool, KVNumbers, Outcome, Plan
@@ -102,6 +104,8 @@ class Plugin:
         provides: capabilities that it offers to others, e.g. ``prefix-cache``.
         requires: capabilities that some other selected plugin must provide; checked before anything starts.
         Options: a ``PluginOptions`` subclass.
+
+    ``origin`` is the distribution that it came from: the registry sets it, errors and logs name it.
     """
 
     name: ClassVar[str] = ""
@@ -110,6 +114,7 @@ class Plugin:
     provides: ClassVar[frozenset[str]] = frozenset()
     requires: ClassVar[frozenset[str]] = frozenset()
     Options: ClassVar[type[PluginOptions]] = PluginOptions
+    origin: str = "local code"
 
     def __init__(self, options: Any = None) -> None:
         self.options: Any = options if options is not None else self.Options()
@@ -117,8 +122,11 @@ class Plugin:
     def start(self, context: Context) -> None:
         """Called once before the first step. Raise ``ConfigError`` where limits and options contradict each other."""
 
+    def weights_changed(self, model: ModelInfo) -> None:
+        """The model has other weights and another fingerprint from now on; nothing runs and nothing is cached."""
+
     def close(self) -> None:
-        """Give back everything (memory, files, threads). Called once; nothing is called after it."""
+        """Give back everything (memory, files, threads). Called once, also where ``start`` never was; the last call."""
 
 
 class Policy(Plugin):
@@ -146,6 +154,10 @@ class Scheduler(Plugin, ABC):
     def displace(self, waiting: Iterable[Request], priority: int) -> Request | None:
         """The queue is full: which request is to be aborted for a newcomer of this priority; ``None``: refuse it."""
         return None
+
+    def stats(self) -> Mapping[str, int | float]:
+        """Numbers of its own, for whoever watches: ``EngineCore.stats`` names them ``scheduler_…``. None by default."""
+        return {}
 
     def on_idle(self) -> None:
         """Nothing is left to do: the next request comes to an empty engine."""
@@ -212,7 +224,10 @@ class KVCache(Plugin, ABC):
 
     @abstractmethod
     def adopt(self, request: Request, match: Match) -> list[int]:
-        """Pin a fresh match for the request and return its pages, first page first. Mutates."""
+        """Pin a fresh match for the request and return its pages, first page first. Mutates.
+
+        The list becomes the request's page table: it must be a new one.
+        """
 
     @abstractmethod
     def take(self, request: Request, count: int) -> list[int]:
@@ -263,6 +278,10 @@ class KVCache(Plugin, ABC):
     @abstractmethod
     def numbers(self) -> KVNumbers:
         """Counts of free, evictable and pinned pages. ``evictable`` is what could really be freed. Does not mutate."""
+
+    def available(self) -> int:
+        """Pages that a grant could take now: free and evictable ones. Does not mutate. Asked often: override it."""
+        return self.numbers().available
 
     @abstractmethod
     def reset(self) -> None:
@@ -328,6 +347,30 @@ class Executor(Plugin, ABC):
         """
         return None
 
+    def weights(self) -> Mapping[str, Any]:
+        """A copy of the weights in force, by name: arrays of the executor's own kind. Does not mutate.
+
+        Raises:
+            ConfigError: this executor cannot show them (the default).
+        """
+        raise ConfigError(f"executor {self.name} cannot show its weights")
+
+    def update_weights(self, weights: Any, version: str | None = None) -> str:
+        """Replace weights by others of the same shapes; returns the model's new fingerprint. Mutates.
+
+        Called between two steps. All is checked before anything is changed. The new weights are copied: whoever gave
+        them may go on changing them.
+
+        Args:
+            weights: by name, all or some; or where to read them from, as ``use`` was told.
+            version: names the weights, instead of a digest of them all: equal names must mean equal weights.
+
+        Raises:
+            ConfigError: this executor cannot change its weights (the default).
+            ModelError: they do not fit; nothing was changed.
+        """
+        raise ConfigError(f"executor {self.name} cannot change its weights")
+
     def forget(self, request: Request) -> None:
         """The request ended; drop per-request state. Called at most once a request."""
 
@@ -364,25 +407,37 @@ class Frontend(Plugin, ABC):
     def serve(self, engine: Any, *, host: str, port: int, api_key: str | None = None) -> int:
         """Serve until stopped; ``engine`` is an ``AsyncEngine``. Returns the process's exit code."""
 
+    def app(self, engine: Any, *, api_key: str | None = None) -> Any:
+        """The same as an ASGI application, for a host that serves it: no socket, no signals, no lifespan of its own.
 
-ROLES: Mapping[str, type[Plugin]] = {
-    "scheduler": Scheduler,
-    "kvcache": KVCache,
-    "attention": Attention,
-    "connector": Connector,
-    "executor": Executor,
-    "frontend": Frontend,
-    "policy": Policy,
-}
+        Raises:
+            ConfigError: this frontend is no ASGI application (the default).
+        """
+        raise ConfigError(f"frontend {self.name} cannot be mounted in another application")
+
+
+ROLES: Mapping[str, type[Plugin]] = MappingProxyType(
+    {
+        "scheduler": Scheduler,
+        "kvcache": KVCache,
+        "attention": Attention,
+        "connector": Connector,
+        "executor": Executor,
+        "frontend": Frontend,
+        "policy": Policy,
+    }
+)
 """Role name -> base class."""
 
-GROUPS: Mapping[str, str] = {
-    "scheduler": "engine.schedulers",
-    "kvcache": "engine.kvcaches",
-    "attention": "engine.attention",
-    "connector": "engine.connectors",
-    "executor": "engine.executors",
-    "frontend": "engine.frontends",
-    "policy": "engine.policies",
-}
+GROUPS: Mapping[str, str] = MappingProxyType(
+    {
+        "scheduler": "engine.schedulers",
+        "kvcache": "engine.kvcaches",
+        "attention": "engine.attention",
+        "connector": "engine.connectors",
+        "executor": "engine.executors",
+        "frontend": "engine.frontends",
+        "policy": "engine.policies",
+    }
+)
 """Role name -> entry-point group."""

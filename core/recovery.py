@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from engine.core.errors import InvariantViolation
 from engine.core.plan import Outcome, Plan
 from engine.core.request import Request, State
 from engine.core.step import Step
@@ -46,6 +47,23 @@ def fail_step(core: EngineCore, plan: Plan, why: str) -> None:
         for request, epoch in reversed(list(zip(planned.plan.requests, planned.plan.epochs, strict=True))):
             if request.epoch == epoch:
                 start_again(core, request)
+
+
+def interrupted(core: EngineCore) -> str | None:
+    """Something that is no error (Ctrl-C) struck in the middle of a step. Mutates.
+
+    Whatever was half done is given up: those that run start again, nothing stays cached. Returns why the engine cannot
+    go on, if it struck where books are kept and they are wrong now; else ``None``.
+    """
+    try:
+        core.flight.abandon()
+        for request in reversed(list(core.running)):
+            start_again(core, request)
+        core.kv.reset()
+        core.check()
+    except InvariantViolation as error:
+        return f"it was interrupted in the middle of its books: {error}"
+    return None
 
 
 def start_again(core: EngineCore, request: Request) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -78,13 +79,14 @@ class Request:
     stop_ids: frozenset[int] = frozenset()  # end-of-sequence included unless ignored
     namespace: bytes = b""  # digest of all that makes equal tokens unequal KV (model, dtype, adapter, salt)
     adapter: str = ""  # what changes the model's weights for it
+    salt: str = ""  # separates its cached content from that of equal tokens
     priority: int = 0  # smaller is more urgent
     arrival: float = 0.0  # seconds on the engine's clock
     arrival_index: int = 0  # order of arrival, unique
     entry_index: int = 0  # order of entering the queue, unique; a preempted request enters anew
     read_cache: bool = True  # whether its prefix may come from the cache (what it computes is published all the same)
     packed: bytes = field(default=b"", repr=False)  # the prompt's token ids, four bytes each: see ``packed_tokens``
-    metadata: dict[str, Any] = field(default_factory=dict)  # tenant, deadline, …: for policies
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # tenant, deadline, …: for policies
 
     state: State = State.WAITING
     parked_on: set[str] = field(default_factory=set)
@@ -97,6 +99,7 @@ class Request:
     lagging: bool = False  # accepted drafts completed pages that are not published yet
     prefill_target: int = 0  # num_tokens at admission: up to here the request prefills
     epoch: int = 0  # grows with each preemption and at the end: late results of older epochs are dropped
+    started: float | None = None  # when it was first admitted, in seconds on the engine's clock
     cached_tokens: int = 0  # tokens the prefix cache gave at the first admission
     preemptions: int = 0
     finish: Finish | None = None

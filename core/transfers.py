@@ -33,6 +33,14 @@ class TransferBook:
         wishes, self._wishes = self._wishes, []
         return wishes
 
+    def abandon(self, wishes: Iterable[Transfer] | None) -> list[Transfer]:
+        """Nobody will answer for these (``None``: all that are open): they end, and their pages stay fenced. Mutates.
+
+        Whether something still reads or writes the pages is not known, so they are lost until the engine ends.
+        """
+        names = list(self._open) if wishes is None else [wish.id for wish in wishes]
+        return [self._open.pop(name) for name in names if name in self._open]
+
     def settle(self, events: Iterable[TransferEvent]) -> tuple[list[Transfer], int]:
         """Close what the events end and lift the fences. Mutates.
 

@@ -54,7 +54,7 @@ def test_links_lead_somewhere():
 
 def test_the_ten_line_plugin_is_the_example():
     (shown,) = [block for block in blocks(README, "python") if "ShortestFirst" in block]
-    example = (ROOT / "examples/shortest-first/shortest_first.py").read_text()
+    example = (ROOT / "examples/plugins/shortest-first/shortest_first.py").read_text()
     assert shown.strip() == example.split('"""\n\n', 1)[1].strip()
 
 

@@ -56,7 +56,7 @@ def test_the_core_runs_without_torch():
 
 
 def test_a_third_party_policy_changes_the_order_and_nothing_else(tmp_path):
-    """``examples/shortest-first`` as a stranger ships it: its own distribution, found by its entry point."""
+    """``examples/plugins/shortest-first`` as a stranger ships it: its own distribution, found by its entry point."""
     command = [
         sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation",
         "--disable-pip-version-check", "--target", str(tmp_path / "site"), str(_copy(tmp_path)),
@@ -96,13 +96,13 @@ def _copy(tmp_path: Path) -> Path:
     """Building writes into the source folder: build a copy."""
     target = tmp_path / "source"
     target.mkdir()
-    for file in (ROOT / "examples" / "shortest-first").iterdir():
+    for file in (ROOT / "examples" / "plugins" / "shortest-first").iterdir():
         if file.is_file():
             (target / file.name).write_bytes(file.read_bytes())
     return target
 
 
 def test_the_policy_is_ten_lines():
-    lines = (ROOT / "examples/shortest-first/shortest_first.py").read_text().splitlines()
+    lines = (ROOT / "examples/plugins/shortest-first/shortest_first.py").read_text().splitlines()
     code = [line for line in lines if line.strip() and not line.strip().startswith('"""')]
     assert len(code) <= 10

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from engine.core.outputs import Chunk, Completion
     from engine.core.request import SamplingParams
     from engine.core.serve.client import AsyncEngine
+    from engine.http import http_app
     from engine.llm import LLM
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "PluginError",
     "QueueFull",
     "SamplingParams",
+    "http_app",
 ]
 
 _HOMES = {
@@ -47,6 +49,7 @@ _HOMES = {
     "Completion": "engine.core.outputs",
     "EngineConfig": "engine.core.config",
     "SamplingParams": "engine.core.request",
+    "http_app": "engine.http",
 }
 
 

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+from engine._chunks import Bar, ChunkStream
+from engine._inputs import Prompt, as_batch, configure, spread
 from engine.core.assemble import assemble
 from engine.core.config import EngineConfig
-from engine.core.errors import ConfigError, EngineError, InvalidRequest, suggest
-from engine.core.outputs import Chunk, Completion
+from engine.core.errors import EngineDead, EngineError, InvalidRequest
+from engine.core.outputs import Completion
+from engine.core.protocols import ModelInfo
 from engine.core.request import Finish, SamplingParams
+from engine.core.serve.home import Home
 from engine.core.serve.host import Intake
 from engine.core.serve.messages import Add
 from engine.core.serve.streams import Gather, Stream
 from engine.core.serve.text import encode, find_tokenizer, text_of
 from engine.core.validate import validate
+from engine.core.weights import NewWeights, WhileOpen
 
-Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 
 
 class LLM:
-    """An engine to use from a script. Single-threaded and deterministic.
+    """An engine to use from a script. Single-threaded and deterministic; it belongs to the process that made it.
 
     Args:
         model: model name, HF directory, GGUF file or hub id (default: the small model that ships with the engine).
@@ -46,9 +50,14 @@ class LLM:
     """
 
     def __init__(self, model: str | None = None, *, config: EngineConfig | None = None, **overrides: Any) -> None:
+        self._home, self._closed = Home(), False
         self.config = configure(model, config, overrides)
         self.core = assemble(self.config)
-        self.tokenizer = find_tokenizer(self.config)
+        try:
+            self.tokenizer = find_tokenizer(self.config)
+        except BaseException:
+            self.core.close()
+            raise
         self._intake = Intake(self.core)
         self._streams: dict[str, Stream] = {}
         self._numbers = itertools.count(1)
@@ -74,6 +83,7 @@ class LLM:
 
         Raises:
             InvalidRequest: names the prompt and the limit; nothing was computed.
+            EngineDead: the engine was closed, or this is a fork of its process.
         """
         batch = as_batch(prompts)
         streams = self._open([self._encode(prompt) for prompt in batch], spread(params, len(batch)))
@@ -108,8 +118,15 @@ class LLM:
 
     # ---- life
 
-    def step(self) -> None:
-        """One step of the engine, for all open requests."""
+    def step(self) -> bool:
+        """One step of the engine, for all open requests. False once there is nothing left to do.
+
+        Raises:
+            EngineDead: the engine was closed, or this is a fork of its process.
+        """
+        self._check()
+        if not (self._streams or self.core.has_work):
+            return False
         self._stepping = True
         try:
             self._advance()
@@ -117,6 +134,7 @@ class LLM:
             self._stepping = False
             dropped, self._dropped = self._dropped, []
             self._abort(dropped)
+        return bool(self._streams or self.core.has_work)
 
     def _advance(self) -> None:
         for item, error in self._intake.pump():
@@ -134,9 +152,14 @@ class LLM:
                 del self._streams[delta.request_id]
 
     def close(self) -> None:
-        """Free everything: model, KV pages, plugins. Idempotent. Open streams end with ``abort``."""
-        self._abort(list(self._streams.values()))
-        self.core.close()
+        """Free everything: model, KV pages, plugins, threads. Idempotent. Open streams end with ``abort``.
+
+        Nothing can be asked of it afterwards (``EngineDead``). In a fork of its process it does nothing.
+        """
+        if self._home.here:
+            self._abort(list(self._streams.values()), "the engine was closed")
+            self._closed = True
+            self.core.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -146,12 +169,55 @@ class LLM:
     ) -> None:
         self.close()
 
+    # ---- other weights
+
+    def weights(self) -> Mapping[str, Any]:
+        """A copy of the weights in force, by name (``torch`` tensors, for the executor ``torch``)."""
+        self._check()
+        return self.core.executor.weights()
+
+    def update_weights(
+        self,
+        weights: NewWeights,
+        *,
+        running: WhileOpen = "refuse",
+        version: str | None = None,
+    ) -> ModelInfo:
+        """Replace weights in place, e.g. after a step of training. No prefix that the old ones computed is used again.
+
+        Args:
+            weights: tensors by name (a ``state_dict``; all or some of them), copied; or a model to read them from; or a
+                function that is given the weights in force and returns those to replace.
+            running: what becomes of open requests that have begun. ``refuse``: an error, and nothing is changed;
+                ``finish``: everything open is brought to its end first, by the old weights; ``recompute``: they go on
+                after the text they have, read anew by the new weights; ``abort``: they end with ``abort``.
+            version: names the weights (``step-1200``): equal names must mean equal weights. Default: a digest of them.
+
+        Returns:
+            What is served now, with its new ``fingerprint``.
+
+        Raises:
+            EngineError: requests have begun, and ``running`` is ``refuse``.
+            ModelError: the weights do not fit. ConfigError: the executor cannot change its own. Nothing was changed.
+        """
+        self._check()
+        if running == "finish":
+            while self.step():
+                pass
+        return self.core.update_weights(weights, running="refuse" if running == "finish" else running, version=version)
+
     # ---- inside
+
+    def _check(self) -> None:
+        self._home.check()
+        if self._closed:
+            raise EngineDead("the engine was closed")
 
     def _encode(self, prompt: Prompt) -> Sequence[int]:
         return encode(self.tokenizer, prompt, self.core.limits) if isinstance(prompt, str) else prompt
 
     def _open(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Stream]:
+        self._check()
         for number, (tokens, wish) in enumerate(zip(prompts, params, strict=True)):
             try:
                 validate(tokens, wish, self.core.limits)
@@ -190,7 +256,7 @@ class LLM:
                 bar.close()
         return [found[stream.request_id] for stream in streams]
 
-    def _abort(self, streams: Sequence[Stream]) -> None:
+    def _abort(self, streams: Sequence[Stream], detail: str | None = None) -> None:
         if self._stepping:  # a stream was collected as garbage: the core is not to be touched now
             self._dropped.extend(streams)
             return
@@ -198,97 +264,5 @@ class LLM:
             if self._streams.pop(stream.request_id, None) is None:
                 continue
             if not self._intake.cancel(stream.request_id):
-                self.core.abort(stream.request_id)
-            stream.end(Finish.ABORT)
-
-
-class ChunkStream(Iterator[Chunk]):
-    """The pieces of one completion, as they are asked for. A context manager; ``close`` ends the request."""
-
-    def __init__(self, stream: Stream, step: Callable[[], None], abort: Callable[[Sequence[Stream]], None]) -> None:
-        self._stream, self._step, self._abort = stream, step, abort
-        self._closed = False
-
-    def __next__(self) -> Chunk:
-        try:
-            while not (self._closed or self._stream.exhausted):
-                chunk = self._stream.take()
-                if chunk is not None:
-                    return chunk
-                if not self._stream.done:
-                    self._step()
-        except BaseException:
-            self.close()
-            raise
-        raise StopIteration
-
-    def close(self) -> None:
-        """End the request; no more pieces come. Idempotent."""
-        self._closed = True
-        self._abort([self._stream])
-
-    def __enter__(self) -> ChunkStream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()
-
-
-class Bar:
-    """A progress bar over finished prompts."""
-
-    def __init__(self, total: int) -> None:
-        from rich.console import Console
-        from rich.progress import Progress
-
-        self._progress = Progress(console=Console(stderr=True))
-        self._task = self._progress.add_task("prompts", total=total)
-        self._progress.start()
-
-    def advance(self, completion: Completion) -> None:
-        """One more prompt is done."""
-        self._progress.advance(self._task)
-
-    def close(self) -> None:
-        """Leave the terminal as it was."""
-        self._progress.stop()
-
-
-def configure(model: str | None, config: EngineConfig | None, overrides: Mapping[str, Any]) -> EngineConfig:
-    """The effective configuration. Raises ``ConfigError`` naming the field at fault."""
-    wishes = {**overrides, **({"model": model} if model is not None else {})}
-    for name in wishes:
-        if name not in EngineConfig.model_fields:
-            raise ConfigError(f"unknown field {name!r}: {suggest(name, EngineConfig.model_fields)}")
-    base = {name: getattr(config, name) for name in config.model_fields_set} if config is not None else {}
-    try:
-        return EngineConfig.model_validate({**base, **wishes})
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
-def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many, as many. A list of integers is one prompt; an empty list is no prompt at all.
-
-    Raises:
-        InvalidRequest: it is something else, such as an array.
-    """
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise InvalidRequest("prompts", f"must be text or a list, not {type(prompts).__name__}")
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    """One ``SamplingParams`` for each prompt. Raises ``InvalidRequest`` where the numbers differ."""
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise InvalidRequest("params", f"{len(params)} sampling params for {count} prompts")
-    return list(params)
+                self.core.abort(stream.request_id, detail=detail)
+            stream.end(Finish.ABORT, detail)

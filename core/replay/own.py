@@ -34,6 +34,7 @@ class RecordingCore(EngineCore):
     def __init__(self, **parts: Any) -> None:
         self._events: list[dict[str, Any]] = []
         super().__init__(**parts)
+        self._loaded_as = self.model.fingerprint
 
     def recording(self, name: str) -> dict[str, Any]:
         """The recording so far, as plain values."""
@@ -43,7 +44,7 @@ class RecordingCore(EngineCore):
             "config": {
                 "limits": asdict(self.limits),
                 "eos_ids": sorted(self.model.eos_ids),
-                "fingerprint": self.model.fingerprint,
+                "fingerprint": self._loaded_as,
                 "scheduler": _selection(self.scheduler),
                 "kvcache": _selection(self.kv),
                 "overlap": self.flight.overlap,
@@ -88,6 +89,11 @@ class RecordingCore(EngineCore):
         """As ``EngineCore.idle``, recorded."""
         self._events.append({"idle": True})
         super().idle()
+
+    def rename_model(self, fingerprint: str) -> None:
+        """As ``EngineCore.rename_model``, recorded."""
+        self._events.append({"weights": fingerprint})
+        super().rename_model(fingerprint)
 
     def ready(self, request_id: str, what: str) -> None:
         """As ``EngineCore.ready``, recorded."""
@@ -174,6 +180,8 @@ def _apply(core: EngineCore, kind: str, what: Any, plans: list[Plan]) -> None:
         plans.clear()
     elif kind == "idle":
         core.idle()
+    elif kind == "weights":
+        core.rename_model(what)
     elif kind == "abort":
         core.abort(what[0], Finish(what[1]))
     else:

@@ -5,22 +5,37 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
+import weakref
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+from engine.core import errors
 from engine.core.config import EngineConfig
-from engine.core.errors import EngineDead, EngineError, InvalidRequest, QueueFull
+from engine.core.errors import ConfigError, EngineDead, EngineError, InvalidRequest, QueueFull
 from engine.core.outputs import Chunk, Completion
 from engine.core.protocols import Limits, ModelInfo
 from engine.core.request import SamplingParams
 from engine.core.serve.ledger import Ledger
 from engine.core.serve.link import Link
-from engine.core.serve.messages import Abort, Add, AskStats, Event, Outputs, Refused, Stats, Submit
+from engine.core.serve.messages import (
+    Abort,
+    Add,
+    AskStats,
+    Event,
+    Outputs,
+    Refused,
+    Stats,
+    Submit,
+    Updated,
+    UpdateWeights,
+)
 from engine.core.serve.streams import Gather, Group, Stream
 from engine.core.serve.text import encode, find_tokenizer, text_of
 from engine.core.serve.watchdog import Watchdog
 from engine.core.validate import check_fields, validate
+from engine.core.weights import NewWeights, WhileOpen
 
 if TYPE_CHECKING:
     from engine.core.models.tokenizer import Tokenizer
@@ -79,9 +94,10 @@ class AsyncEngine:
         self.description: dict[str, Any] = {}
         self.ledger = Ledger()
         self._link: Link
+        self._at_exit: weakref.finalize[[], AsyncEngine]
         self._numbers = itertools.count(1)
         self._prefix = secrets.token_hex(4)
-        self._asked: dict[int, asyncio.Future[dict[str, int | float]]] = {}
+        self._asked: dict[int, asyncio.Future[Any]] = {}
 
     # ---- life
 
@@ -126,6 +142,8 @@ class AsyncEngine:
         engine._link = Link(
             engine.config, watchdog, in_process=in_process, on_event=engine._on_event, on_death=engine._fail_all
         )
+        # The transport's threads keep an engine alive that nobody closed: it is closed at the interpreter's end.
+        engine._at_exit = weakref.finalize(engine, engine._link.close)
         try:
             if not in_process:  # while the child loads
                 engine.tokenizer = find_tokenizer(engine.config)
@@ -137,8 +155,12 @@ class AsyncEngine:
         return engine
 
     def shutdown(self) -> None:
-        """Stop the core and free everything; requests that are still open raise ``EngineDead``. Idempotent."""
+        """Stop the core and free everything; requests that are still open raise ``EngineDead``. Idempotent.
+
+        In a fork of the process that started it, it does nothing.
+        """
         self._link.close()
+        self._at_exit.detach()
 
     async def close(self) -> None:
         """``shutdown`` without blocking the event loop."""
@@ -243,21 +265,52 @@ class AsyncEngine:
 
     async def stats(self) -> dict[str, int | float]:
         """The core's counters and gauges now. Raises ``EngineDead``, or ``EngineError`` where a step takes too long."""
+        try:
+            async with asyncio.timeout(STATS_SECONDS):
+                values: dict[str, int | float] = await self._ask(AskStats)
+                return values
+        except TimeoutError as error:
+            raise EngineError(f"the engine did not answer within {STATS_SECONDS:g} s") from error
+
+    async def update_weights(
+        self, weights: NewWeights, *, running: WhileOpen = "refuse", version: str | None = None
+    ) -> ModelInfo:
+        """Replace weights in place between two steps: see ``LLM.update_weights``, whose arguments and errors these are.
+
+        With ``running="finish"`` requests that come meanwhile wait for the new weights. To a core in a process of its
+        own travel only plain values: the name or path of a model to read the weights from.
+
+        Raises:
+            EngineDead: there is no engine any more.
+        """
+        source = str(weights) if isinstance(weights, PathLike) else weights
+        try:
+            answer: Updated = await self._ask(UpdateWeights, source, running, version)
+        except InvalidRequest as error:
+            raise ConfigError(
+                "these weights cannot travel to the engine's process: give the path of a model, or start the engine "
+                f"with in_process=True ({error.message})"
+            ) from error
+        if answer.model is None:
+            kind: type[EngineError] = getattr(errors, answer.kind, EngineError)
+            raise kind(answer.message)
+        self.model = answer.model
+        return answer.model
+
+    # ---- inside
+
+    async def _ask(self, question: type[AskStats] | type[UpdateWeights], *fields: Any) -> Any:
+        """Send a question with a number of its own, and wait for the answer of that number."""
         self._bind()
         self._link.check()
         number = next(self._numbers)
-        future: asyncio.Future[dict[str, int | float]] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._asked[number] = future
-        self._link.send(AskStats(number))
         try:
-            async with asyncio.timeout(STATS_SECONDS):
-                return await future
-        except TimeoutError as error:
-            raise EngineError(f"the engine did not answer within {STATS_SECONDS:g} s") from error
+            self._link.send(question(number, *fields))
+            return await future
         finally:
             self._asked.pop(number, None)
-
-    # ---- inside
 
     def _prepare(self, group: Group, index: int, ask: Ask) -> Add:
         request_id = f"{self._prefix}-{next(self._numbers)}"
@@ -284,12 +337,17 @@ class AsyncEngine:
                 for abort in self.ledger.deliver(deltas):
                     self._link.send(abort)
             case Stats(number=number, values=values):
-                future = self._asked.get(number)
-                if future is not None and not future.done():
-                    future.set_result(values)
+                self._answer(number, values)
+            case Updated(number=number):
+                self._answer(number, event)
             case Refused(request_id=request_id, field=name, message=message):
                 if (stream := self.ledger.open.get(request_id)) is not None:
                     self.ledger.fail([stream], InvalidRequest(name, message))
+
+    def _answer(self, number: int, answer: Any) -> None:
+        future = self._asked.get(number)
+        if future is not None and not future.done():
+            future.set_result(answer)
 
     def _fail_all(self) -> None:
         words = self._link.cause or "the engine is gone"

@@ -6,11 +6,24 @@ from collections import deque
 from collections.abc import Callable, Sequence, Sized
 from typing import Any, Protocol
 
-from engine.core.errors import InvalidRequest, QueueFull
+from engine.core.errors import EngineError, InvalidRequest, QueueFull
 from engine.core.plan import Delta
-from engine.core.protocols import Limits
+from engine.core.protocols import Limits, ModelInfo
 from engine.core.request import Finish, SamplingParams
-from engine.core.serve.messages import Abort, Add, AskStats, Command, Event, Outputs, Refused, Shutdown, Stats, Submit
+from engine.core.serve.messages import (
+    Abort,
+    Add,
+    AskStats,
+    Command,
+    Event,
+    Outputs,
+    Refused,
+    Shutdown,
+    Stats,
+    Submit,
+    Updated,
+    UpdateWeights,
+)
 
 
 class Core(Protocol):
@@ -50,6 +63,9 @@ class Core(Protocol):
     def step(self) -> list[Delta]:
         """Plan, execute and commit once."""
 
+    def update_weights(self, new: Any, *, running: Any, version: str | None) -> ModelInfo:
+        """Replace weights between two steps."""
+
     def stats(self) -> dict[str, int | float]:
         """Counters and gauges."""
 
@@ -63,10 +79,27 @@ class Intake:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._backlog: deque[Add] = deque()
+        self._backlog: deque[Add | UpdateWeights] = deque()
 
     def __len__(self) -> int:
         return len(self._backlog)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait here."""
+        return sum(isinstance(item, Add) for item in self._backlog)
+
+    def bar(self, update: UpdateWeights) -> None:
+        """What comes after this waits until the core has nothing left of what came before: see ``raised``."""
+        self._backlog.append(update)
+
+    def raised(self) -> UpdateWeights | None:
+        """The update whose turn it is, if it is one's turn. Mutates: what came after it goes on."""
+        if self._backlog and isinstance(self._backlog[0], UpdateWeights) and not self._core.has_work:
+            update = self._backlog.popleft()
+            assert isinstance(update, UpdateWeights)
+            return update
+        return None
 
     def put(self, items: Sequence[Add]) -> None:
         """Accept requests; ``pump`` hands them on."""
@@ -75,7 +108,7 @@ class Intake:
     def cancel(self, request_id: str) -> bool:
         """Forget a request that has not reached the core. Idempotent."""
         for item in self._backlog:
-            if item.request_id == request_id:
+            if isinstance(item, Add) and item.request_id == request_id:
                 self._backlog.remove(item)
                 return True
         return False
@@ -85,6 +118,8 @@ class Intake:
         refused: list[tuple[Add, InvalidRequest]] = []
         while self._backlog and self._room() > 0:
             item = self._backlog[0]
+            if isinstance(item, UpdateWeights):
+                break
             try:
                 self._core.add(
                     item.tokens,
@@ -150,8 +185,22 @@ class Host:
                         self._core.abort(request_id, finish, detail)
             case AskStats(number=number):
                 self._emit(Stats(number, self._stats()))
+            case UpdateWeights(running="finish"):
+                self._intake.bar(command)
+            case UpdateWeights():
+                self._update(command, command.running)
+
+    def _update(self, command: UpdateWeights, running: str) -> None:
+        try:
+            model = self._core.update_weights(command.weights, running=running, version=command.version)
+        except EngineError as error:
+            self._emit(Updated(command.number, None, type(error).__name__, str(error)))
+        else:
+            self._emit(Updated(command.number, model))
 
     def _advance(self) -> None:
+        while (update := self._intake.raised()) is not None:
+            self._update(update, "refuse")
         for item, error in self._intake.pump():
             self._emit(Refused(item.request_id, error.field, error.message))
         self.busy = self._core.has_work or len(self._intake) > 0
@@ -166,5 +215,5 @@ class Host:
 
     def _stats(self) -> dict[str, int | float]:
         values = dict(self._core.stats())
-        values["waiting"] = values.get("waiting", 0) + len(self._intake)
+        values["waiting"] = values.get("waiting", 0) + self._intake.waiting
         return values

@@ -11,6 +11,7 @@ from typing import Any
 from engine.core import errors
 from engine.core.config import EngineConfig
 from engine.core.errors import EngineDead, EngineError
+from engine.core.serve.home import Home
 from engine.core.serve.messages import Command, Event, Fatal, Ready
 from engine.core.serve.transport import ProcessTransport, ThreadTransport, Transport, wait_until
 from engine.core.serve.watchdog import Watchdog
@@ -47,6 +48,7 @@ class Link:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_event, self._on_death = on_event, on_death
         self._closed = False
+        self._home = Home()
         kind = ThreadTransport if in_process else ProcessTransport
         self._transport: Transport = kind(config, self._receive, self._declare_dead, watchdog)
 
@@ -67,7 +69,8 @@ class Link:
         raise EngineDead(f"{self._fatal.kind}: {self._fatal.message}")
 
     def check(self) -> None:
-        """Raise ``EngineDead`` if the core is gone."""
+        """Raise ``EngineDead`` if the core is gone, or belongs to the process that this one was forked off."""
+        self._home.check()
         if self.cause is not None:
             raise EngineDead(self.cause)
 
@@ -90,8 +93,8 @@ class Link:
         return True
 
     def close(self) -> None:
-        """Stop the core and free everything. Blocks for seconds at most. Idempotent."""
-        if not self._closed:
+        """Stop the core and free everything. Blocks for seconds at most. Idempotent; does nothing in a fork."""
+        if not self._closed and self._home.here:
             self._closed = True
             self.cause = self.cause or "the engine was closed"
             self._transport.close()

@@ -47,11 +47,21 @@ class AskStats(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
+class UpdateWeights(msgspec.Struct, frozen=True, tag=True):
+    """Replace weights: see ``EngineCore.update_weights``. ``running`` may also be ``finish``: everything that was
+    submitted before ends first, everything after waits. Answered with ``Updated`` of the same number."""
+
+    number: int
+    weights: Any
+    running: str
+    version: str | None = None
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Stop after the step that runs now."""
 
 
-Command = Submit | Abort | AskStats | Shutdown
+Command = Submit | Abort | AskStats | UpdateWeights | Shutdown
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -83,6 +93,15 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     values: dict[str, int | float]
 
 
+class Updated(msgspec.Struct, frozen=True, tag=True):
+    """What came of ``UpdateWeights``: the model as it is served now, or the class and the words of an error."""
+
+    number: int
+    model: ModelInfo | None
+    kind: str = ""
+    message: str = ""
+
+
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     """The process lives; ``steps`` finished so far, and whether there is work. Sent by a thread of its own."""
 
@@ -98,7 +117,7 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
     trace: str = ""
 
 
-Event = Ready | Outputs | Refused | Stats | Heartbeat | Fatal
+Event = Ready | Outputs | Refused | Stats | Updated | Heartbeat | Fatal
 
 
 class Boot(msgspec.Struct, frozen=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
@@ -115,10 +116,11 @@ class ProcessTransport:
         self._on_event, self._on_death, self._watchdog = on_event, on_death, watchdog
         self._patience = watchdog.heartbeat_timeout
         self._watchdog.heartbeat_timeout = max(self._patience, LOADING_PATIENCE)
-        self._directory = tempfile.TemporaryDirectory(prefix="engine-")  # only this user may enter
+        # Only this user may enter. No TemporaryDirectory: a fork of this process that exits would remove it.
+        self._directory = tempfile.mkdtemp(prefix="engine-")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         boot = Boot(
-            f"ipc://{self._directory.name}/commands", f"ipc://{self._directory.name}/events", self._directory.name,
+            f"ipc://{self._directory}/commands", f"ipc://{self._directory}/events", self._directory,
             plain_config(config),
         )  # fmt: skip
         self._events = self._context.socket(zmq.PULL)
@@ -166,7 +168,7 @@ class ProcessTransport:
             self.process.stdin.close()
         self._thread.join()
         self._context.destroy(linger=0)
-        self._directory.cleanup()
+        shutil.rmtree(self._directory, ignore_errors=True)
 
     def kill(self) -> None:
         """End the child at once, also a stopped one."""

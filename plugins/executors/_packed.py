@@ -23,8 +23,32 @@ class PackedLinear(nn.Module):  # type: ignore[misc]
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._packed: Any = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
+        self._packed: Any = None
+        self.pack(linear.weight.detach())
         self._bias = None if linear.bias is None else linear.bias.detach()
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias, if there is one."""
+        return self._bias
+
+    def own_bias(self) -> Tensor:
+        """The bias of a layer that has one."""
+        assert self._bias is not None
+        return self._bias
+
+    def set_bias(self, bias: Tensor) -> None:
+        """Replace the bias. Mutates."""
+        self._bias = bias
+
+    def pack(self, weight: Tensor) -> None:
+        """Replace the weight, ``[out_features, in_features]``. Mutates."""
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+
+    def plain(self) -> Tensor:
+        """The weight as it was before packing, bit for bit: a new tensor."""
+        weight: Tensor = self._packed.to_dense()
+        return weight
 
     def forward(self, x: Tensor) -> Tensor:
         """``x [..., in_features]`` to a new ``[..., out_features]``."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Mapping
+from os import PathLike
 from typing import TYPE_CHECKING
 
-from engine.plugins.executors import _openmp  # noqa: F401  (its setting counts only before torch is imported)
+from engine.plugins.executors import _openmp  # noqa: F401  (imports torch, with its setting)
 
 # isort: split
 import torch as t
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from engine.core.batch import Batch
 from engine.core.continuation import Continuations
-from engine.core.errors import ExecutionError
+from engine.core.errors import ExecutionError, ModelError
 from engine.core.models.source import resolve
 from engine.core.plan import Outcome, Plan
 from engine.core.protocols import Attention, ModelInfo
@@ -22,6 +24,8 @@ from engine.plugins.executors._model import LoadedModel, kv_bytes, load_model
 from engine.plugins.executors._packed import can_pack
 from engine.plugins.executors._paged import PagedLayers, active
 from engine.plugins.executors._sampling import draw_for, sample
+from engine.plugins.executors._threads import threads
+from engine.plugins.executors._weights import Weights, chained, digest
 
 if TYPE_CHECKING:
     from engine.plugins.executors.torch import TorchOptions
@@ -41,24 +45,25 @@ class Runner:
         self._model: LoadedModel | None = None
         self._layers: PagedLayers | None = None
         self._page_size = 0
+        self._fingerprint = ""
         self._continuations = Continuations()
 
     def load(self) -> ModelInfo:
         """Read the model and prepack its weights. Raises ``ModelError``."""
-        if self.options.threads is not None:
-            t.set_num_threads(self.options.threads)
         started = time.perf_counter()
         dtype = self._dtype
         source = resolve(self._model_name)
-        model = load_model(source, dtype)
+        with threads(self.options.threads):
+            model, computing = load_model(source, dtype), t.get_num_threads()
         packed = model.pack() if self.options.packed and can_pack(dtype) else 0
         self._model = model
+        self._fingerprint = f"{model.fingerprint}:{self.options.dtype}"
         return ModelInfo(
             name=source.served_name,
             vocab_size=model.vocab_size,
             max_model_len=model.max_model_len,
             eos_ids=model.eos_ids,
-            fingerprint=f"{model.fingerprint}:{self.options.dtype}",
+            fingerprint=self._fingerprint,
             kv_bytes_per_token=kv_bytes(model.layers, dtype),
             details={
                 "architecture": type(model.module).__name__,
@@ -67,7 +72,7 @@ class Runner:
                 "dtype": self.options.dtype,
                 "attention": self._attention.name,
                 "packed_linears": packed,
-                "threads": t.get_num_threads(),
+                "threads": computing,
                 "load_seconds": round(time.perf_counter() - started, 3),
             },
         )
@@ -93,7 +98,7 @@ class Runner:
         ends = list(itertools.accumulate(plan.counts))
         starts, ids, positions = self._inputs(plan)
         batch = Batch(starts=starts, counts=plan.counts, pages=plan.tables, page_size=self._page_size)
-        with t.inference_mode(), active(self._layers):
+        with threads(self.options.threads), t.inference_mode(), active(self._layers):
             self._attention.plan_batch(batch)
             logits = self._model.run(ids, positions, t.tensor([ends[row] - 1 for row in rows], dtype=t.long))
             draws = [draw_for(plan.requests[row], starts[row] + plan.counts[row], self._seed) for row in rows]
@@ -105,6 +110,28 @@ class Runner:
                 tokens[row] = (token,)
         return self._continuations.keep(Outcome(plan, tuple(tokens), failed))
 
+    def weights(self) -> dict[str, Tensor]:
+        """A copy of every weight, by transformers' name, in the executor's dtype."""
+        return Weights(self._loaded.module, self._dtype).read()
+
+    def update_weights(self, new: Mapping[str, Tensor] | str | PathLike[str], version: str | None) -> str:
+        """Replace weights; returns the new fingerprint. Raises ``ModelError``: nothing was changed. Mutates.
+
+        The fingerprint of all weights together depends on them alone; that of some, also on what was there before.
+        """
+        model = self._loaded
+        places = Weights(model.module, self._dtype)
+        if isinstance(new, str | PathLike):
+            new = Weights(load_model(resolve(str(new)), self._dtype).module, self._dtype).read()
+        weights = places.checked(new)
+        if version is not None:
+            mark = f"{model.fingerprint}@{version}"
+        else:
+            mark = digest(weights) if len(weights) == len(places.names) else chained(self._fingerprint, weights)
+        places.write(weights)
+        self._fingerprint = f"{mark}:{self.options.dtype}"
+        return self._fingerprint
+
     def close(self) -> None:
         """Free weights and KV memory. Idempotent."""
         self._model = None
@@ -114,6 +141,12 @@ class Runner:
     def kv(self) -> dict[int, tuple[Tensor, Tensor]]:
         """Layer index -> its K and V memory itself, for connectors and tests. Empty before ``allocate``."""
         return {} if self._layers is None else self._layers.pages
+
+    @property
+    def _loaded(self) -> LoadedModel:
+        if self._model is None:
+            raise ModelError("executor torch: load() comes before its weights")
+        return self._model
 
     @property
     def _dtype(self) -> t.dtype:

@@ -6,6 +6,7 @@ Used to try schedulers and servers without a model, and to measure the engine's 
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 from zlib import crc32
@@ -13,6 +14,7 @@ from zlib import crc32
 from pydantic import Field
 
 from engine.core.continuation import Continuations
+from engine.core.errors import ModelError
 from engine.core.plan import Outcome, Plan
 from engine.core.protocols import Executor, ModelInfo, PluginOptions
 from engine.core.request import Request
@@ -35,6 +37,8 @@ class SimExecutor(Executor):
     def __init__(self, options: Any = None) -> None:
         super().__init__(options)
         self._continuations = Continuations()
+        self._weights: dict[str, Any] = {}
+        self._twist = 0
 
     def load(self) -> ModelInfo:
         """No files; returns at once."""
@@ -57,22 +61,36 @@ class SimExecutor(Executor):
         pages: int = self.options.pages
         return pages
 
+    def weights(self) -> dict[str, Any]:
+        """What ``update_weights`` was given so far."""
+        return dict(self._weights)
+
+    def update_weights(self, weights: Any, version: str | None = None) -> str:
+        """Any plain values by name: tokens depend on all of them. Raises ``ModelError`` for anything else."""
+        try:
+            together = {**self._weights, **weights}
+            digest = crc32(json.dumps(together, sort_keys=True).encode())
+        except (TypeError, ValueError) as error:
+            raise ModelError(f"the weights of executor sim are plain values by name: {error}") from error
+        self._weights, self._twist = together, digest
+        return f"sim-{self.options.vocab_size}@{digest if version is None else version}"
+
     def execute(self, plan: Plan) -> Outcome:
         """One token for each row that samples, after the time that the cost model asks for."""
         options = self.options
         seconds = options.step_ms / 1e3 + options.us_per_token / 1e6 * plan.total_tokens
         if seconds > 0:
             time.sleep(seconds)
-        sample, vocab = self._sample, options.vocab_size
+        sample, vocab, twist = self._sample, options.vocab_size, self._twist
         rows = zip(plan.requests, plan.samples, self._continuations.rows(plan), strict=True)
         tokens = [
-            (sample(request, row.tokens[-1], row.start + len(row.tokens), vocab),) if samples else ()
+            (sample(request, row.tokens[-1], row.start + len(row.tokens), vocab, twist),) if samples else ()
             for request, samples, row in rows
         ]
         return self._continuations.keep(Outcome(plan, tokens))
 
     @staticmethod
-    def _sample(request: Request, last: int, length: int, vocab: int) -> int:
-        """A hash of the last token, the first, the position and the seed."""
-        data = b"%d,%d,%d,%d" % (request.tokens[0], last, length, request.params.seed or 0)
+    def _sample(request: Request, last: int, length: int, vocab: int, twist: int) -> int:
+        """A hash of the last token, the first, the position, the seed and the weights."""
+        data = b"%d,%d,%d,%d" % (request.tokens[0], last, length, (request.params.seed or 0) ^ twist)
         return crc32(data) % vocab

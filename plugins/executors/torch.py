@@ -79,6 +79,18 @@ class TorchExecutor(Executor):
         """
         return self._loaded.execute(plan)
 
+    def weights(self) -> dict[str, Tensor]:
+        """A copy of every weight in force, by transformers' name; a tied output embedding has no name of its own."""
+        return self._loaded.weights()
+
+    def update_weights(self, weights: Any, version: str | None = None) -> str:
+        """Replace weights between two steps: tensors by name (all or some), or a model to read them from.
+
+        Raises:
+            ModelError: an unknown name, another shape, no model of this kind; nothing was changed.
+        """
+        return self._loaded.update_weights(weights, version)
+
     def close(self) -> None:
         """Free weights and KV memory, and close the attention backend. Idempotent."""
         if self._attention is not None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 import uvicorn
+from fastapi import FastAPI
 from pydantic import Field
 
 from engine.core.errors import ConfigError, EngineError
@@ -48,12 +49,14 @@ class OpenAIFrontend(Frontend):
         Raises:
             ConfigError: the address cannot be used, or the key is empty.
         """
+        app = self.app(engine, api_key=api_key)
+        with bind(host, port) as sock:
+            return asyncio.run(self._serve(engine, sock, app))
+
+    def app(self, engine: AsyncEngine, *, api_key: str | None = None) -> FastAPI:
+        """The interface as an application to mount. Raises ``ConfigError`` where the key is empty."""
         if api_key is not None and not api_key.strip():
             raise ConfigError("the API key is empty, which would protect nothing: use None for an open server")
-        with bind(host, port) as sock:
-            return asyncio.run(self._serve(engine, sock, api_key))
-
-    async def _serve(self, engine: AsyncEngine, sock: socket.socket, api_key: str | None) -> int:
         options: OpenAIOptions = self.options
         routes = Routes(
             engine,
@@ -62,9 +65,13 @@ class OpenAIFrontend(Frontend):
             max_body_bytes=options.max_body_bytes,
             slow_reader_s=options.slow_reader_s,
         )
+        return routes.app()
+
+    async def _serve(self, engine: AsyncEngine, sock: socket.socket, app: FastAPI) -> int:
+        options: OpenAIOptions = self.options
         server = Server(
             uvicorn.Config(
-                routes.app(),
+                app,
                 log_level="warning",
                 access_log=False,
                 lifespan="off",

@@ -94,7 +94,7 @@ def test_an_event_that_cannot_be_read_is_the_engines_death() -> None:
             transport = engine._link._transport
             assert isinstance(transport, ProcessTransport)
             with zmq.Context() as context, context.socket(zmq.PUSH) as intruder:
-                intruder.connect(f"ipc://{transport._directory.name}/events")
+                intruder.connect(f"ipc://{transport._directory}/events")
                 intruder.send(b"no event at all")
                 await all_dead(engine, tasks, "could not be handled: .*Error")
             assert transport.process.wait(PATIENCE) == -signal.SIGKILL
