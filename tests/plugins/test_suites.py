@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from engine.core import Connector, TransferEvent, hookimpl
 from engine.core.registry import Registry
 from engine.testing import (
@@ -64,6 +66,11 @@ class TestSim(ExecutorSuite):
     plugin = "sim"
 
 
+@pytest.mark.model
+class TestTorch(ExecutorSuite):
+    plugin = "torch"
+
+
 class Courier(Connector):
     """Carries everything by the next call."""
 
@@ -93,7 +100,7 @@ class TestOpenAI(FrontendSuite):
 
 
 def test_every_built_in_plugin_is_tried():
-    """Policies and the executor of models have suites of their own (``policies``, ``executors``)."""
+    """Policies are tried in ``policies``."""
     tried = {(suite.role, suite().found().cls) for suite in globals().values() if is_suite(suite)}
     for line in Registry().listing():
         if (
