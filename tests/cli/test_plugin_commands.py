@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -254,3 +255,25 @@ def test_without_a_time_limit_there_is_no_second_process(tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
         pid = done.stdout.splitlines()[0]
         assert (f"policy of-{pid} " in done.stdout) == same
+
+
+def test_who_ends_the_check_ends_what_hangs(tmp_path):
+    (tmp_path / "endless.py").write_text(
+        f"import os, pathlib\npathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))\nwhile True: pass\n"
+    )
+    command = [sys.executable, "-c", "from engine.cli import main; main()", "plugins", "check", "endless:Thing"]
+    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    deadline = time.monotonic() + 60
+    while not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(30) == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_options_of_plugins_are_not_dropped_in_silence():
+    code, _, err = engine("plugins", "check", "radix", "--scheduler.policy", "lpm")
+    assert code == 2
+    assert "'check' takes no plugin options such as --scheduler.policy" in err

@@ -57,6 +57,7 @@ def watched(limit: float, first: Place, tell: Callable[[Stopped], None]) -> Call
     child = os.fork()
     if child:
         os.close(writing)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the child, too
         sys.exit(_wait(child, reading, stack, limit, first, tell))
     os.close(reading)
     os.setpgid(0, 0)
