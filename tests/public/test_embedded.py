@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,15 +53,11 @@ def test_the_process_is_afterwards_as_it_was(kind: str) -> None:
 
 
 @pytest.mark.model
-def test_with_a_model_too() -> None:
-    assert differences("script, torch, overlap") == {}
-
-
-@pytest.mark.model
-def test_what_comes_with_the_first_import_of_torch_is_torchs() -> None:
+def test_with_a_model_only_the_first_import_of_torch_changes_something() -> None:
     """Importing libraries adds filters for warnings, draws a random number, and torch names a folder for its compiler:
-    nothing else, so none of the engine's own."""
-    found = differences("script, torch, cold")
+    nothing else, so none of it is the engine's own. A second engine changes nothing at all."""
+    found = differences("torch")
+    assert found.pop("again") == {}
     before, after = found.pop("environment", [{}, {}])
     assert isinstance(before, dict)
     assert isinstance(after, dict)
@@ -267,7 +264,7 @@ def test_an_interrupted_batch_leaves_an_engine_that_works(overlap: bool, interru
         assert llm.core.stats()["pages_pinned"] == 0
 
 
-def lines_of_a_run(stop_at: int, overlap: bool) -> tuple[int, list[list[int]] | None]:
+def lines_of_a_run(stop_at: int, overlap: bool) -> tuple[int, list[Any] | None]:
     """Run five requests, raising ``KeyboardInterrupt`` at the n-th line that the core and its plugins execute.
 
     Returns how many lines there were, and the outputs; ``None`` where the engine says that it cannot go on.
@@ -295,8 +292,7 @@ def lines_of_a_run(stop_at: int, overlap: bool) -> tuple[int, list[list[int]] | 
                 sys.settrace(None)
         core.check()
     except ExecutionError as error:
-        assert "interrupted in the middle of its books" in str(error)
-        return count, None
+        return count, None if "interrupted in the middle of its books" in str(error) else [str(error)]
     return count, [request.output for request in requests]
 
 
