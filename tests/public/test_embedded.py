@@ -40,23 +40,26 @@ def run(code: str, seconds: float = 60) -> str:
 # ---- it changes nothing, and leaves nothing
 
 
-def differences(kind: str) -> dict[str, list[object]]:
-    done = subprocess.run([sys.executable, str(WORLD), kind], capture_output=True, text=True, timeout=180)
+def differences(kind: str, scratch: Path) -> dict[str, list[object]]:
+    environment = {**os.environ, "TMPDIR": str(scratch)}
+    done = subprocess.run(
+        [sys.executable, str(WORLD), kind], capture_output=True, text=True, timeout=180, env=environment
+    )
     assert done.returncode == 0, done.stderr
     found: dict[str, list[object]] = json.loads(done.stdout)
     return found
 
 
 @pytest.mark.parametrize("kind", ["script", "script, overlap", "thread", "process"])
-def test_the_process_is_afterwards_as_it_was(kind: str) -> None:
-    assert differences(kind) == {}
+def test_the_process_is_afterwards_as_it_was(kind: str, tmp_path: Path) -> None:
+    assert differences(kind, tmp_path) == {}
 
 
 @pytest.mark.model
-def test_with_a_model_only_the_first_import_of_torch_changes_something() -> None:
+def test_with_a_model_only_the_first_import_of_torch_changes_something(tmp_path: Path) -> None:
     """Importing libraries adds filters for warnings, draws a random number, and torch names a folder for its compiler:
     nothing else, so none of it is the engine's own. A second engine changes nothing at all."""
-    found = differences("torch")
+    found = differences("torch", tmp_path)
     assert found.pop("again") == {}
     before, after = found.pop("environment", [{}, {}])
     assert isinstance(before, dict)
@@ -179,6 +182,22 @@ def test_it_ends_although_an_asynchronous_engine_runs(in_process: bool, end: str
     """)
     if not in_process:
         gone_within(float(10), int(pid))
+
+
+def test_what_nobody_closed_is_closed_at_the_end() -> None:
+    """In good order, plugins included."""
+    said = run("""
+        from engine import AsyncEngine, EngineConfig
+        from engine.core import Policy
+        class Noisy(Policy):
+            "Says when it is closed."
+            name = "noisy"
+            def close(self):
+                print("closed", flush=True)
+        AsyncEngine.launch(EngineConfig(executor="sim", policies=["__main__:Noisy"]), in_process=True)
+        print("end of the program", flush=True)
+    """)
+    assert said.splitlines() == ["end of the program", "closed"]
 
 
 def gone_within(seconds: float, pid: int) -> None:
