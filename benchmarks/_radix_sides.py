@@ -48,6 +48,11 @@ class RadixSide(ABC):
         for tokens in keys:
             self.remember(self.key(tokens))
 
+    @property
+    @abstractmethod
+    def free(self) -> int:
+        """Free slots of the pool, in tokens."""
+
     @abstractmethod
     def match(self, key: Any) -> Any:
         """Timed: the longest cached prefix. Theirs gathers its slots in passing; ours names the node."""
@@ -116,6 +121,10 @@ class Ours(RadixSide):
         self._core.pool.give(pages[:have])
         return node
 
+    @property
+    def free(self) -> int:
+        return self._core.pool.num_free * self._page
+
     def match(self, key: bytes) -> Any:
         return self._tree.match(key, self._namespace)
 
@@ -168,12 +177,14 @@ class Ours(RadixSide):
 
     @staticmethod
     def tree_of(keys: Callable[[], Sequence[Tokens]], page_size: int) -> tuple[float, int]:
+        total = sum(len(tokens) // page_size for tokens in keys())
+        numbers = list(range(1000, 1000 + total))  # they exist once, whoever lists them
         tracemalloc.start()
-        tree, page = RadixTree(page_size), 1000
+        tree, at = RadixTree(page_size), 0
         for tokens in keys():
             need = len(tokens) // page_size
-            tree.insert(pack(tokens), b"", list(range(page, page + need)))
-            page += need
+            tree.insert(pack(tokens), b"", numbers[at : at + need])
+            at += need
         size = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
         return size / tree.count, tree.count
@@ -211,6 +222,10 @@ class Sglang(RadixSide):
                 self._allocator.free_group_begin()
             self.remember(self.key(tokens))
         self._allocator.free_group_end()
+
+    @property
+    def free(self) -> int:
+        return self._allocator.available_size()
 
     def match(self, key: array[int]) -> Any:
         known = self._known

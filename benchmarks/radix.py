@@ -9,7 +9,7 @@ time. Before each round garbage is collected and what is left is frozen; the col
 * match: a key of 2,048 tokens that lies in the tree, on 2 or 16 nodes. SGLang's answer holds the slots; ours names the
   last node, and *with pages* gathers the page table too.
 * insert: a key of 2,048 tokens, half of which is there; its slots are at hand.
-* evict: the least recently used leaves; their slots return to the pool. As many are inserted again, untimed.
+* evict: the least recently used leaves; their slots return to the pool. As much is inserted again, untimed.
 * order: one pass over the waiting queue, *first* over requests that were never looked up, and *again* as in every later
   step. Half of the prompts have half of their 2,048 tokens cached; of the others half share an uncached beginning.
 * admission: of all that wait, a request. SGLang's is ``init_next_round_input`` and ``add_one_req``: look-up, budgets,
@@ -17,7 +17,8 @@ time. Before each round garbage is collected and what is left is frozen; the col
   the queue, and the row of the plan. Neither takes the pages of what is to be computed.
 * decode: a step of the whole loop, plan and commit. SGLang's loop does not run without a model worker: beside ours
   stand figures that were recorded from its own loop on another day and machine (thread CPU time).
-* memory: bytes a node as Python counts them (SGLang's slots added, but not the tensor objects around them).
+* memory: bytes a node as Python counts them. Ours lists numbers that the pool made at its start and that move between
+  lists; of SGLang's slots the numbers are added, but not the tensor objects around them.
 """
 
 from __future__ import annotations
@@ -145,19 +146,19 @@ class Bench:
         for page, nodes, tokens in itertools.product((1, 16), self._sizes, (1, 1000)):
             sides = self._filled(nodes, page, room=4 * LENGTH)  # what is evicted goes to a pool that is nearly empty
             fresh = {side: self._paths(10**9, seed=2) for side in sides}
-            leaves = -(-tokens // STRETCH)
+            room = {side: side.free for side in sides}
 
             def turn(
                 side: RadixSide,
                 watch: Stopwatch,
                 fresh: dict[RadixSide, Iterator[list[int]]] = fresh,
                 tokens: int = tokens,
-                leaves: int = leaves,
+                room: dict[RadixSide, int] = room,
             ) -> int:
                 times = 2 if self._quick else 10
                 for _ in range(times):
                     repeated("evict", tokens, times=1)(side, watch)
-                    for _ in range(leaves):
+                    while side.free >= room[side] + 2 * STRETCH:
                         side.remember(side.key(next(fresh[side])))
                 return times
 

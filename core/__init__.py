@@ -15,6 +15,7 @@ from engine.core.errors import (
     InvariantViolation,
     ModelError,
     OutOfPages,
+    PluginDeprecationWarning,
     PluginError,
     QueueFull,
 )
@@ -85,6 +86,7 @@ __all__ = [
     "Outcome",
     "Plan",
     "Plugin",
+    "PluginDeprecationWarning",
     "PluginError",
     "PluginOptions",
     "Policy",

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
+from engine.core.capabilities import Report, label, report
 from engine.core.config import EngineConfig, Selection, parse_bytes
 from engine.core.errors import ConfigError
 from engine.core.loop import EngineCore
-from engine.core.protocols import Attention, Connector, Executor, KVCache, Limits, ModelInfo, Plugin, Policy, Scheduler
-from engine.core.registry import Found, Registry, build, check_capabilities
+from engine.core.protocols import (
+    ROLES,
+    Attention,
+    Connector,
+    Executor,
+    KVCache,
+    Limits,
+    ModelInfo,
+    Plugin,
+    Policy,
+    Scheduler,
+)
+from engine.core.registry import Found, Registry, build
 
 log = logging.getLogger(__name__)
 
 DEFAULT_PAGES_WITHOUT_KV = 4096
+P = TypeVar("P", bound=Plugin)
 
 
 def assemble(
@@ -22,54 +35,128 @@ def assemble(
 ) -> EngineCore:
     """Build an engine core. Everything is selected and checked before the model is loaded.
 
+    Where it cannot be built, every plugin that was made is closed again.
+
     Args:
         core: the class to build, e.g. one that records what it decides.
 
     Raises:
         ConfigError: limits or options that contradict each other.
-        PluginError: a selected plugin is unknown, broken or incompatible.
+        PluginError: a selected plugin is unknown, broken or incompatible, or could not start.
         ModelError: the model cannot be found or read.
     """
-    registry = registry or Registry()
-    chosen: list[tuple[Found, Plugin]] = []
+    choice = Choice(config, registry or Registry())
+    try:
+        choice.pick()
+        return _build(config, choice, core)
+    except BaseException:
+        choice.close()
+        raise
 
-    def pick(role: str, selection: Selection) -> Plugin:
-        found = registry.select(role, selection.name)
-        plugin = build(found, selection)
-        chosen.append((found, plugin))
-        return plugin
 
-    scheduler = pick("scheduler", config.scheduler)
-    kv = pick("kvcache", config.kvcache)
-    policies = [pick("policy", selection) for selection in config.policies]
-    connectors = [pick("connector", selection) for selection in config.connectors]
-    executor = pick("executor", config.executor)  # late: importing one may take seconds, a misspelt name should not
-    assert isinstance(scheduler, Scheduler)
-    assert isinstance(kv, KVCache)
-    assert isinstance(executor, Executor)
-    attention = pick("attention", config.attention) if executor.uses_attention else None
-    check_capabilities([plugin for _, plugin in chosen])
+class Choice:
+    """The plugins that a configuration selects, made and checked, and not started."""
 
-    executor.use(
-        model=config.model, attention=attention if isinstance(attention, Attention) else None, seed=config.seed
-    )
-    model = executor.load()
+    def __init__(self, config: EngineConfig, registry: Registry) -> None:
+        self._config, self._registry = config, registry
+        self.chosen: list[tuple[Found, Plugin]] = []
+        self.attention: Attention | None = None
+        self._adopted = False  # the executor starts and closes its attention backend once it was told of it
+
+    def pick(self) -> None:
+        """Make them all. Raises ``ConfigError`` and ``PluginError``; what was made by then is in ``chosen``."""
+        config = self._config
+        self._pick("scheduler", config.scheduler)
+        self._pick("kvcache", config.kvcache)
+        for selection in config.policies:
+            self._pick("policy", selection)
+        for selection in config.connectors:
+            self._pick("connector", selection)
+        self._pick("executor", config.executor)  # late: importing one may take seconds, a misspelt name should not
+        if self.executor.uses_attention:
+            self._pick("attention", config.attention)
+            self.attention = self._only(Attention)
+        self.report().raise_if_not_ok()
+
+    def _pick(self, role: str, selection: Selection) -> None:
+        found = self._registry.select(role, selection.name)
+        self.chosen.append((found, build(found, selection)))
+
+    def of(self, role: Callable[..., P]) -> list[P]:
+        """Those of a role, as configured."""
+        return [cast(P, plugin) for found, plugin in self.chosen if ROLES[found.role] is role]
+
+    def _only(self, role: Callable[..., P]) -> P:
+        return self.of(role)[0]
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The scheduler."""
+        return self._only(Scheduler)
+
+    @property
+    def kv(self) -> KVCache:
+        """The KV cache."""
+        return self._only(KVCache)
+
+    @property
+    def executor(self) -> Executor:
+        """The executor."""
+        return self._only(Executor)
+
+    def load(self) -> ModelInfo:
+        """Tell the executor what was chosen for it, and let it load the model. Raises ``ModelError``."""
+        self._adopted = True
+        self.executor.use(model=self._config.model, attention=self.attention, seed=self._config.seed)
+        return self.executor.load()
+
+    def report(self) -> Report:
+        """Who provides what, what is missing, and what is less than was asked for."""
+        downgrades = []
+        executors = self.of(Executor)
+        if self._config.overlap and executors and not executors[0].overlaps:
+            downgrades.append(f"executor {executors[0].name} cannot overlap: steps are planned and computed in turns")
+        notes = [f"{found.role} {plugin.name!r}: {note}" for found, plugin in self.chosen for note in found.notes]
+        return report([plugin for _, plugin in self.chosen], self._registry, downgrades=downgrades, notes=notes)
+
+    def close(self) -> None:
+        """Close them all, the last made first; what one raises is logged and keeps no other from closing."""
+        for _, plugin in reversed(self.chosen):
+            if plugin is self.attention and self._adopted:
+                continue
+            try:
+                plugin.close()
+            except Exception:
+                log.exception("%s of %s could not be closed", label(plugin), plugin.origin)
+        self.chosen = []
+
+
+def _build(config: EngineConfig, choice: Choice, core: type[EngineCore]) -> EngineCore:
+    summary = choice.report()
+    log.info("%s", summary.text())
+    for words in summary.downgrades:
+        log.warning("%s", words)
+    executor = choice.executor
+    model = choice.load()
     limits = size_limits(config, model, executor)
     executor.allocate(limits.num_pages, limits.page_size)
     overlap = config.overlap and executor.overlaps
-    if overlap != config.overlap:
-        log.warning("executor %s cannot overlap: steps are planned and computed in turns", executor.name)
     return core(
         limits=limits,
         model=model,
-        scheduler=scheduler,
-        kv=kv,
+        scheduler=choice.scheduler,
+        kv=choice.kv,
         executor=executor,
-        policies=[policy for policy in policies if isinstance(policy, Policy)],
-        connectors=[connector for connector in connectors if isinstance(connector, Connector)],
+        policies=choice.of(Policy),
+        connectors=choice.of(Connector),
         overlap=overlap,
         audit_every_step=config.audit,
-        description={**_describe(chosen, model, limits), "loop": "overlap" if overlap else "sync"},
+        ask_seconds=config.ask_seconds,
+        description={
+            **_describe(choice.chosen, model, limits),
+            "loop": "overlap" if overlap else "sync",
+            "report": summary.plain(),
+        },
     )
 
 

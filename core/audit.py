@@ -16,7 +16,7 @@ def check(core: EngineCore) -> None:
     _requests(core)
     _tables(core)
     core.pool.check()
-    core.kv.check(core.running)
+    core.kv.check([*core.running, *core.exchange.stand_ins()])
     _numbers(core)
 
 
@@ -44,6 +44,8 @@ def _requests(core: EngineCore) -> None:
 
 def _tables(core: EngineCore) -> None:
     size = core.limits.page_size
+    if len({id(request.pages) for request in core.running}) != len(core.running):
+        _fail("two requests have one page table")
     for request in core.running:
         if max(request.planned, request.quiet) > len(request.pages) * size:
             _fail(f"{request!r} has tokens without a page")
@@ -68,5 +70,7 @@ def _numbers(core: EngineCore) -> None:
         or numbers.total != core.pool.num_pages
     ):
         _fail(f"page counts do not add up: {numbers}, {fenced} fenced")
-    if not core.running and numbers.pinned:
+    if core.kv.available() != numbers.available:
+        _fail(f"the cache says that {core.kv.available()} pages are available, and counts {numbers}")
+    if not core.running and numbers.pinned and not any(core.exchange.stand_ins()):
         _fail(f"{numbers.pinned} pages are pinned although nothing runs")

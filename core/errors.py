@@ -56,6 +56,19 @@ class EngineDead(EngineError):
     """The engine core has stopped (killed, crashed or stalled); the message says why."""
 
 
+class PluginDeprecationWarning(FutureWarning):
+    """A plugin uses something of the contract that the next minor version no longer has. Told once a plugin."""
+
+
+def one_line(error: BaseException, most: int = 300) -> str:
+    """``KeyError: 'x'``: an error's class and words in one line of bounded length, whatever its ``str`` does."""
+    try:
+        words = " ".join(str(error)[: 4 * most].split())
+    except Exception:
+        words = "(its message cannot be read)"
+    return f"{type(error).__name__}: {words}"[:most]
+
+
 def suggest(name: str, known: Iterable[str]) -> str:
     """``did you mean 'radix'?`` for a near miss, else the list of what there is."""
     options = sorted(known)

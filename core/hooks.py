@@ -1,159 +1,164 @@
 """The hook bus. pluggy assembles it (specs, signatures, pending checks); after that the plugin set is frozen and each
-hook is a plain list of callables, so that asking costs a loop and not a dispatch.
+hook is a plain tuple of callables, so that asking costs a loop and not a dispatch.
 
-Policies are contained: one that raises or answers nonsense is passed over for the next answer, named, counted, and
-disabled after ``FAULT_LIMIT`` faults. Role plugins (scheduler, KV cache) are trusted to raise: their faults stop the
-engine, since nobody else could answer for them.
+Policies and connectors are contained, the roles that nobody else can play are not: see ``containment``.
 """
 
 from __future__ import annotations
 
-import inspect
-import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pluggy
 
-from engine.core import hookspecs
+from engine.core import answers
+from engine.core.containment import (
+    ASK_SECONDS,
+    FAULT_LIMIT,
+    STAT,
+    STAT_DISABLED,
+    Impl,
+    PluginFaults,
+    Record,
+    RoleImpl,
+    diagnosed,
+)
+from engine.core.contract import CONTRACT, HOOKS, Contract
 from engine.core.errors import InvariantViolation, PluginError
 from engine.core.hookspecs import PROJECT
+from engine.core.pages import PagePool
 from engine.core.plan import EvictionPool, Outcome, Plan, Reject, Transfer, TransferEvent, Wait
 from engine.core.protocols import Connector, KVCache, Plugin, Policy, Scheduler
 from engine.core.request import Request
+from engine.core.watch import RequestWatch
 
-log = logging.getLogger(__name__)
-
-FAULT_LIMIT = 10
-HOOKS = ("plan", "order", "admit", "evict", "commit", "transfer_kv")
-
-
-class Impl:
-    """One plugin's implementation of one hook, called with the hook's arguments in order."""
-
-    __slots__ = ("call", "contained", "disabled", "faults", "last_fault", "name")
-
-    def __init__(self, name: str, call: Callable[..., Any], contained: bool) -> None:
-        self.name = name
-        self.call = call
-        self.contained = contained
-        self.disabled = False
-        self.faults = 0
-        self.last_fault = ""
-
-    def fault(self, what: str) -> None:
-        """Count a fault; raise it where the plugin is not contained."""
-        self.faults += 1
-        self.last_fault = what
-        if not self.contained:
-            raise InvariantViolation(f"{self.name}: {what}")
-        self.disabled = self.faults >= FAULT_LIMIT
-        tail = f"; disabled after {self.faults} faults" if self.disabled else ""
-        log.warning("%s: %s; the default answers%s", self.name, what, tail)
-
-    def ask(self, *args: Any) -> Any:
-        """Call it; a contained plugin that raises answers ``None``."""
-        try:
-            return self.call(*args)
-        except Exception as error:
-            if not self.contained:
-                raise
-            self.fault(f"raised {type(error).__name__}: {error}")
-            return None
+MOST_KEYS = 1_000_000
+RANKS: Mapping[type, int] = {Policy: 0, Connector: 1, Scheduler: 2, KVCache: 3}
+COMMIT_RANKS: Mapping[type, int] = {KVCache: 0, Scheduler: 1}
 
 
 class HookBus:
-    """Who answers each hook, in the order of asking. Raises ``PluginError`` for hooks that no spec knows."""
+    """Who answers each hook, in the order of asking.
 
-    def __init__(self, plugins: Iterable[Plugin]) -> None:
+    Args:
+        plugins: scheduler, KV cache, connectors, policies; those of a role in the order of the configuration.
+        pool: the pages that ``evict`` answers are about.
+        watch: looks after each ask whether a request was changed (audit mode).
+        ask_seconds: what one ask of a contained plugin may take, or that by hook. Slower ones count as faults.
+        contract: the contract in force.
+
+    Raises ``PluginError`` for hooks and parameters that no spec knows.
+    """
+
+    def __init__(
+        self,
+        plugins: Iterable[Plugin],
+        *,
+        pool: PagePool | None = None,
+        watch: RequestWatch | None = None,
+        ask_seconds: float | Mapping[str, float] = ASK_SECONDS,
+        contract: Contract = CONTRACT,
+    ) -> None:
         members = list(plugins)
-        manager = pluggy.PluginManager(PROJECT)
-        manager.add_hookspecs(hookspecs)
-        for number, plugin in enumerate(members):
-            try:
-                manager.register(plugin, name=f"{plugin.name}#{number}")
-                manager.check_pending()
-            except pluggy.PluginValidationError as error:
-                raise PluginError(f"plugin {plugin.name!r}: {error}") from error
-        self.manager = manager
-        self._plan = self._impls("plan", members)
-        self._order = self._impls("order", members)
-        self._admit = self._impls("admit", members)
-        self._evict = self._impls("evict", members)
-        self._commit = self._impls("commit", members)
-        self._transfer = self._impls("transfer_kv", members)
+        self._pool = pool
+        self._contract = contract
+        self._seconds = ask_seconds if isinstance(ask_seconds, Mapping) else dict.fromkeys(HOOKS, ask_seconds)
+        self._watch = watch
+        self.lost: tuple[Transfer, ...] = ()
+        self._records = {id(plugin): Record(plugin, name, self._prune) for plugin, name in _named(members)}
+        self._check_evict = partial(answers.evict, most=pool.num_pages if pool is not None else MOST_KEYS)
+        self.manager = _registered(members, contract)
+        self._chains = {hook: self._impls(hook, members) for hook in HOOKS}
+        self._connected = bool(self._chains["transfer_kv"])
+        self._prune()
         if not self._plan:
             raise PluginError("no selected plugin answers 'plan': a scheduler is needed")
 
-    def _impls(self, hook: str, members: Sequence[Plugin]) -> list[Impl]:
+    def _prune(self) -> None:
+        """Those that were disabled are asked no more."""
+        alive = {
+            hook: tuple(impl for impl in chain if not impl.record.disabled) for hook, chain in self._chains.items()
+        }
+        self._plan, self._order, self._admit = alive["plan"], alive["order"], alive["admit"]
+        self._evict, self._commit, self._transfer = alive["evict"], alive["commit"], alive["transfer_kv"]
+
+    def _impls(self, hook: str, members: Sequence[Plugin]) -> tuple[Impl, ...]:
         """Implementations in the order of asking: policies as configured, then connectors, scheduler, KV cache.
 
         ``commit`` is told the other way round at its front: the KV cache first, then the scheduler.
         """
-        spec = tuple(inspect.signature(getattr(hookspecs, hook)).parameters)
-        rank = {KVCache: 0, Scheduler: 1} if hook == "commit" else {Policy: 0, Connector: 1, Scheduler: 2, KVCache: 3}
+        rank = COMMIT_RANKS if hook == "commit" else RANKS
         found: list[tuple[int, int, Impl]] = []
         for impl in getattr(self.manager.hook, hook).get_hookimpls():
+            plugin = impl.plugin
             if impl.wrapper or impl.hookwrapper or impl.tryfirst or impl.trylast:
                 raise PluginError(
-                    f"plugin {impl.plugin.name!r}: {hook!r} takes no wrapper, tryfirst or trylast: "
+                    f"plugin {plugin.name!r}: {hook!r} takes no wrapper, tryfirst or trylast: "
                     f"the order of asking is the configuration's"
                 )
-            if hook == "plan" and not isinstance(impl.plugin, Scheduler):
-                raise PluginError(f"plugin {impl.plugin.name!r}: only a scheduler may answer 'plan'")
-            place = next((value for role, value in rank.items() if isinstance(impl.plugin, role)), 9)
-            call = _positional(impl.function, spec, impl.argnames)
-            contained = isinstance(impl.plugin, Policy)
-            found.append((place, members.index(impl.plugin), Impl(impl.plugin.name, call, contained)))
-        return [impl for _, _, impl in sorted(found, key=lambda item: item[:2])]
+            if hook == "plan" and not isinstance(plugin, Scheduler):
+                raise PluginError(f"plugin {plugin.name!r}: only a scheduler may answer 'plan'")
+            place = next((value for role, value in rank.items() if isinstance(plugin, role)), 9)
+            call = self._contract.caller(hook, impl.function, impl.argnames)
+            kind = Impl if isinstance(plugin, Policy | Connector) else RoleImpl
+            made = kind(hook, plugin, call, self._records[id(plugin)], self._seconds.get(hook, ASK_SECONDS))
+            made.watch = self._watch.before if self._watch is not None and made.contained else None
+            found.append((place, members.index(plugin), made))
+        return tuple(impl for _, _, impl in sorted(found, key=lambda item: item[:2]))
 
-    def faults(self) -> list[tuple[str, int, bool, str]]:
-        """(plugin, faults, disabled, last fault) of every contained plugin that had one."""
-        chains = (self._plan, self._order, self._admit, self._evict, self._commit, self._transfer)
-        return [(i.name, i.faults, i.disabled, i.last_fault) for chain in chains for i in chain if i.faults]
+    # ---- to look at
+
+    def name(self, plugin: Plugin) -> str:
+        """What a plugin is called here: its name, with a number where it is the second of that name."""
+        return self._records[id(plugin)].name
+
+    def faults(self) -> list[PluginFaults]:
+        """Every contained plugin that had a fault, in the order of the configuration."""
+        return [record.summary() for record in self._records.values() if record.kinds]
+
+    def stats(self) -> dict[str, int | float]:
+        """The same as flat counters: ``plugin_faults:NAME:KIND`` and ``plugin_disabled:NAME``."""
+        values: dict[str, int | float] = {}
+        for faults in self.faults():
+            values |= {f"{STAT}{faults.plugin}:{kind}": count for kind, count in faults.kinds.items()}
+            values[f"{STAT_DISABLED}{faults.plugin}"] = int(faults.disabled)
+        return values
+
+    def asked(self) -> dict[str, list[str]]:
+        """Hook -> names of those that answer it, in the order of asking; the disabled are left out."""
+        alive = (self._plan, self._order, self._admit, self._evict, self._commit, self._transfer)
+        return {hook: [impl.record.name for impl in chain] for hook, chain in zip(HOOKS, alive, strict=True)}
 
     # ---- asking
 
     def ask_plan(self, step: Any) -> Plan:
         """The step's plan. Raises ``InvariantViolation`` where nobody planned."""
         for impl in self._plan:
-            plan = impl.ask(step)
+            plan: Plan | None = impl.ask(answers.plan, step)
             if plan is not None:
-                if isinstance(plan, Plan):
-                    return plan
-                impl.fault(f"plan answered {type(plan).__name__}, not the plan that step.seal() gives")
-        raise InvariantViolation("no plugin answered 'plan'")
+                return plan
+        raise InvariantViolation(f"scheduler {self._plan[0].name!r} did not answer 'plan'")
 
     @property
     def orders(self) -> bool:
         """Whether anybody answers ``order``."""
-        return any(not impl.disabled for impl in self._order)
+        return bool(self._order)
 
     def ask_order(self, step: Any, waiting: tuple[Request, ...]) -> list[Request] | None:
         """The first valid order, or ``None`` where nobody has a wish."""
         for impl in self._order:
-            if impl.disabled:
-                continue
-            answer = impl.ask(step.view if impl.contained else step, waiting)
-            if answer is None:
-                continue
-            ordered = _subset(answer, waiting)
+            ordered: list[Request] | None = impl.ask(answers.order, step.view if impl.contained else step, waiting)
             if ordered is not None:
                 return ordered
-            impl.fault("order answered requests that are unknown or repeated")
         return None
 
     def ask_admit(self, step: Any, request: Request) -> Wait | Reject | None:
         """The first objection, or ``None``."""
         for impl in self._admit:
-            if impl.disabled:
-                continue
-            answer = impl.ask(step.view if impl.contained else step, request)
-            if answer is None:
-                continue
-            if isinstance(answer, Wait | Reject) and isinstance(answer.reason, str):
-                return answer
-            impl.fault(f"admit answered {answer!r:.80}, not Wait or Reject with a text")
+            objection: Wait | Reject | None = impl.ask(answers.admit, step.view if impl.contained else step, request)
+            if objection is not None:
+                return objection
         return None
 
     def ask_evict(self, need: Callable[[], int], pool: EvictionPool) -> Iterator[Sequence[object]]:
@@ -162,46 +167,67 @@ class HookBus:
         Whoever uses the keys validates them, and stops when enough is given up; ``need`` says what is still missing.
         """
         for impl in self._evict:
-            if impl.disabled:
+            before = need()
+            keys: Sequence[object] | None = impl.ask(
+                self._check_evict if impl.contained else answers.role_evict, before, pool
+            )
+            if keys is None:
                 continue
-            answer = impl.ask(need(), pool)
-            if answer is None:
-                continue
-            if isinstance(answer, Sequence) and not isinstance(answer, str | bytes):
-                yield answer
-            else:
-                impl.fault(f"evict answered {type(answer).__name__}, not a sequence of keys")
+            yield keys
+            if keys and impl.contained and need() == before and not self._fenced():
+                impl.fault("answered", f"evict answered {len(keys)} keys, and none of them can be given up")
+
+    def _fenced(self) -> bool:
+        """Whether a transfer keeps pages that were given up: then an eviction frees nothing at once."""
+        return self._pool is not None and self._pool.num_fenced > 0
 
     def tell_commit(self, outcome: Outcome) -> None:
         """Tell everybody, the KV cache first."""
         for impl in self._commit:
-            if not impl.disabled:
-                impl.ask(outcome)
+            impl.ask(None, outcome)
+
+    @property
+    def deaf(self) -> bool:
+        """Whether there were connectors and all of them have been disabled: nobody will answer for open transfers."""
+        return self._connected and not self._transfer
 
     def ask_transfer(self, transfers: Sequence[Transfer]) -> list[TransferEvent]:
-        """Events of all connectors."""
+        """Events of all connectors; each is shown what is for it. ``lost`` then holds the wishes that nobody took."""
         events: list[TransferEvent] = []
+        heard: set[str] = set()
         for impl in self._transfer:
-            events.extend(impl.ask(transfers) or ())
+            before = impl.record.kinds.total()
+            mine = [wish for wish in transfers if wish.to in ("", impl.record.name)]
+            events.extend(impl.ask(answers.transfer_kv, mine) or ())
+            if impl.record.kinds.total() == before:
+                heard.update(wish.id for wish in mine)
+        self.lost = tuple(wish for wish in transfers if wish.id not in heard) if self._transfer else ()
         return events
 
 
-def _positional(function: Callable[..., Any], spec: Sequence[str], wanted: Sequence[str]) -> Callable[..., Any]:
-    """The implementation as a callable of the spec's arguments, whichever of them it wants."""
-    if tuple(wanted) == tuple(spec):
-        return function
-    places = [spec.index(name) for name in wanted]
+def _named(members: Sequence[Plugin]) -> list[tuple[Plugin, str]]:
+    """Each plugin with its name; the second of one name is ``name#2``."""
+    seen: dict[str, int] = {}
+    named = []
+    for plugin in members:
+        name = plugin.name or type(plugin).__name__
+        seen[name] = seen.get(name, 0) + 1
+        named.append((plugin, name if seen[name] == 1 else f"{name}#{seen[name]}"))
+    return named
 
-    def call(*args: Any) -> Any:
-        return function(*[args[place] for place in places])
 
-    return call
+def _registered(members: Sequence[Plugin], contract: Contract) -> pluggy.PluginManager:
+    """A manager that knows them all. Raises ``PluginError`` for hooks and parameters that no spec knows."""
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(contract.specs())
+    for number, plugin in enumerate(members):
+        try:
+            contract.warn(type(plugin), f"plugin {plugin.name!r}")
+            manager.register(plugin, name=f"{plugin.name}#{number}")
+            manager.check_pending()
+        except (pluggy.PluginValidationError, PluginError, ValueError) as error:
+            raise PluginError(f"plugin {plugin.name!r} of {plugin.origin}: {error}") from error
+    return manager
 
 
-def _subset(answer: Any, waiting: tuple[Request, ...]) -> list[Request] | None:
-    try:
-        ordered = list(answer)
-        chosen = set(ordered)
-    except TypeError:
-        return None
-    return ordered if len(chosen) == len(ordered) and chosen <= set(waiting) else None
+__all__ = ["FAULT_LIMIT", "HOOKS", "HookBus", "diagnosed"]

@@ -8,9 +8,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from engine.core import audit, recovery, weights
+from engine.core import answers, audit, recovery, weights
 from engine.core.arbiter import Arbiter
+from engine.core.capabilities import label
+from engine.core.containment import ASK_SECONDS, diagnosed, started
 from engine.core.errors import EngineDead, EngineError, ExecutionError, InvariantViolation, QueueFull
+from engine.core.exchange import KV, REST, Exchange
 from engine.core.explain import explain
 from engine.core.flight import Flight
 from engine.core.hooks import HookBus
@@ -25,7 +28,7 @@ from engine.core.results import finish as end_request
 from engine.core.roster import Roster
 from engine.core.stats import Counters, StepStats, step_stats
 from engine.core.step import Step
-from engine.core.transfers import TransferBook
+from engine.core.watch import RequestWatch
 from engine.core.weights import WhileRunning
 
 log = logging.getLogger(__name__)
@@ -52,6 +55,7 @@ class EngineCore:
         connectors: Sequence[Connector] = (),
         overlap: bool = False,
         audit_every_step: bool = False,
+        ask_seconds: float | Mapping[str, float] = ASK_SECONDS,
         clock: Callable[[], float] = time.monotonic,
         description: Mapping[str, Any] | None = None,
     ) -> None:
@@ -63,7 +67,9 @@ class EngineCore:
         self.counters = Counters()
         self.roster = Roster(limits, model, clock)
         self.pool = PagePool(limits.num_pages, limits.page_size)
-        self.hooks = HookBus([scheduler, kv, *connectors, *policies])
+        watch = RequestWatch(lambda: self.requests) if audit_every_step else None
+        members = [scheduler, kv, *connectors, *policies]
+        self.hooks = HookBus(members, pool=self.pool, watch=watch, ask_seconds=ask_seconds)
         self._plugins = [executor, kv, scheduler, *connectors, *policies]
         self._audit = audit_every_step
         self._description = dict(description or {})
@@ -72,15 +78,17 @@ class EngineCore:
         self._last: Plan | None = None
         self._idle_plans = 0
         self._broken: str | None = None
+        self._who = f"{label(executor)} of {executor.origin}"
         self._closed = False
         self.weights_epoch = 0
         self._outbox: list[Delta] = []
         self.arbiter = Arbiter(self.roster, kv, self.pool, self.hooks)
-        self._transfers = TransferBook(self.pool)
+        self.exchange = Exchange(self, connectors)
         self._results = ResultApplier(limits, kv, self.counters, overlap=overlap)
         context = Context(limits=limits, pool=self.pool, model=model)
         for plugin in self._plugins:
-            plugin.start(context)
+            started(plugin, context)
+        self.exchange.register(executor)
         self.waiting.keep_sorted_by(scheduler.queue_key())
 
     # ---- requests
@@ -127,6 +135,7 @@ class EngineCore:
             EngineDead: the engine was closed.
         """
         self._check_open()
+        looks_up = self.exchange.wants(len(tokens), read_cache=read_cache)
         create = partial(
             self.roster.create,
             tokens,
@@ -138,7 +147,7 @@ class EngineCore:
             arrival=arrival,
             read_cache=read_cache,
             metadata=metadata,
-            parked_on=parked_on,
+            parked_on=[*parked_on, KV] if looks_up else parked_on,
         )
         try:
             request = create()
@@ -151,6 +160,8 @@ class EngineCore:
         request.salt = salt
         if self.weights_epoch:  # the roster knows the model as it was loaded
             weights.sign(request, self.model)
+        if looks_up:
+            self.exchange.look_up(request)
         self.counters.accepted += 1
         self.counters.prompt_tokens += request.num_prompt
         return request
@@ -180,6 +191,7 @@ class EngineCore:
 
     def _let_go(self, request: Request) -> None:
         """Return all that a finished request holds. Content that was computed may stay cached."""
+        self.exchange.forget(request)
         self.kv.release(request, keep=min(request.computed, request.num_tokens))
         request.pages = []
         request.planned = request.computed
@@ -193,7 +205,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether ``step`` has something to do. Parked requests alone are no work."""
-        return bool(self.running or len(self.waiting) or self._outbox or self._transfers or len(self.flight))
+        return bool(self.running or len(self.waiting) or self._outbox or self.exchange or len(self.flight))
 
     def step(self) -> list[Delta]:
         """Plan, execute, commit; returns what is new for each request. A failing executor fails its plan's requests.
@@ -210,19 +222,25 @@ class EngineCore:
             raise ExecutionError(f"the executor cannot go on: {self._broken}")
         try:
             return self._step()
-        except Exception:
-            raise
+        except Exception as error:
+            raise self._named(error) from error
         except BaseException:  # Ctrl-C in a notebook: the engine is to be used again
             self._pipeline.abandon()
             self._broken = recovery.interrupted(self)
             raise
 
+    def _named(self, error: Exception) -> Exception:
+        """The error in the name of the plugin whose code it came from."""
+        return diagnosed(error, self._plugins)
+
     def _step(self) -> list[Delta]:
-        self._move()
+        self.exchange.move()
         before = self.flight.oldest
         plan = self.plan()
         if plan:
             self._pipeline.launch(plan)
+        elif self.exchange and before is None:
+            time.sleep(REST)  # there is nothing to do but to wait for a connector
         if before is not None:
             self._complete(before)
         if self.flight.oldest is plan and not (plan and self.flight.overlap):
@@ -238,9 +256,9 @@ class EngineCore:
     def _complete(self, plan: Plan) -> None:
         """Wait for a plan's outcome and commit it, or tell its requests that it failed."""
         try:
-            outcome = self._pipeline.collect() if plan else Outcome(plan, ())
+            outcome = answers.outcome(self._pipeline.collect(), plan, self._who) if plan else Outcome(plan, ())
         except Exception as error:
-            log.exception("step %d failed", plan.index)
+            log.exception("%s: step %d failed", self._who, plan.index)
             self._pipeline.abandon()
             self.fail_step(plan, f"{type(error).__name__}: {error}")
             self._broken = self.executor.broken()
@@ -294,8 +312,10 @@ class EngineCore:
             self._watch_progress(outcome)
         if outcome.finished:
             self.roster.sweep(outcome.finished)
+        finished = outcome.finished  # whoever is told may change what it is shown
         self.hooks.tell_commit(outcome)
-        for request in outcome.finished:
+        self.exchange.committed(plan, finished)
+        for request in finished:
             self._let_go(request)
         if self._audit:
             self.check()
@@ -317,7 +337,8 @@ class EngineCore:
         self.roster.start(request)
         request.computed = request.planned = hit
         request.prefill_target = request.num_tokens
-        if request.preemptions == 0:
+        if request.started is None:
+            request.started = self.roster.now()
             request.cached_tokens = hit
         self.counters.cached_tokens += hit
         self.counters.looked_up_tokens += request.num_tokens
@@ -356,7 +377,7 @@ class EngineCore:
             ConfigError, ModelError: as the executor says; nothing was changed.
         """
         self._check_open()
-        if self._transfers:
+        if not self.exchange.drain():
             raise EngineError("KV of the old weights is being transferred: the weights cannot be replaced now")
         if not self.flight.overlap:
             self.flight.check_room()
@@ -378,6 +399,7 @@ class EngineCore:
         """The model computes other KV from now on: forget all there is. Those that run start again, output kept."""
         self.model = weights.renamed(self, fingerprint)
         self.weights_epoch += 1
+        self.exchange.reset()
         if "model" in self._description:
             self._description["model"] = {**self._description["model"], "fingerprint": fingerprint}
         for plugin in self._plugins:
@@ -389,16 +411,7 @@ class EngineCore:
 
     def transfer(self, wish: Transfer) -> None:
         """Ask the connectors to move KV; the pages stay fenced until an event ends the transfer."""
-        self._transfers.ask(wish)
-
-    def _move(self) -> None:
-        if not self._transfers:
-            return
-        events = self.hooks.ask_transfer(self._transfers.take_wishes())
-        ended, stray = self._transfers.settle(events)
-        self.counters.stray_events += stray
-        for wish in ended:
-            self.ready(wish.request_id, f"transfer {wish.id}")
+        self.exchange.ask(wish)
 
     # ---- to look at
 
@@ -423,11 +436,14 @@ class EngineCore:
             "pages_evictable": numbers.evictable,
             "pages_pinned": numbers.pinned,
             **self.counters.flat(),
+            **{f"scheduler_{name}": value for name, value in self.scheduler.stats().items()},
+            **self.hooks.stats(),
         }
 
     def describe(self) -> dict[str, Any]:
-        """What was chosen and how large it is."""
-        return self._description
+        """What was chosen and how large it is; who is asked what, in which order; who was at fault so far."""
+        faults = [fault._asdict() for fault in self.hooks.faults()]
+        return {**self._description, "hooks": self.hooks.asked(), "faults": faults}
 
     def check(self) -> None:
         """Audit every invariant of requests, plans and pages. Raises ``InvariantViolation``."""

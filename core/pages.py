@@ -8,8 +8,9 @@ free ── take ──▶ held (by the KV cache: a request's page, or cached co
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from typing import NoReturn
 
 from engine.core.errors import InvariantViolation, OutOfPages
 
@@ -67,18 +68,26 @@ class PagePool:
         Raises:
             InvariantViolation: a page is not held (a double release, or a page never taken); nothing is changed.
         """
-        given = set(pages)
-        if len(given) != len(pages) or not given <= self._held:
-            wrong = sorted(given - self._held) or sorted(p for p in given if list(pages).count(p) > 1)
-            raise InvariantViolation(f"pages released twice or never taken: {wrong[:8]}")
-        self._held -= given
+        held = self._held
+        before = len(held)
+        held.difference_update(pages)
+        if before - len(held) != len(pages):
+            self._refuse(pages)
         if self._fences:
-            self._limbo.update(page for page in given if page in self._fences)
+            self._limbo.update(page for page in pages if page in self._fences)
             pages = [page for page in pages if page not in self._limbo]
         if front:
             self._free.extendleft(reversed(pages))
         else:
             self._free.extend(pages)
+
+    def _refuse(self, pages: Sequence[int]) -> NoReturn:
+        """Some of these pages were not held, or stand there twice. Those that were held are held again."""
+        elsewhere = self._limbo.union(self._free)
+        was_held = {page for page in pages if 0 <= page < self.num_pages and page not in elsewhere}
+        self._held |= was_held
+        wrong = sorted(set(pages) - was_held) or sorted(page for page, times in Counter(pages).items() if times > 1)
+        raise InvariantViolation(f"pages released twice or never taken: {wrong[:8]}")
 
     def fence(self, pages: Iterable[int]) -> None:
         """A transfer touches these pages: they are not reused before ``unfence``, whoever lets go of them. Mutates."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 from engine.core.batch import Batch
 from engine.core.errors import ConfigError
@@ -19,17 +20,29 @@ from engine.core.hookspecs import hookimpl
 from engine.core.pages import PagePool
 from engine.core.plan import Candidate, EvictionPool, KVNumbers, Outcome, Plan
 from engine.core.request import Request
+from engine.core.values import from_text
 
 if TYPE_CHECKING:
+    from engine.core.memory import KVLayout
     from engine.core.step import Step
 
 PublishWhen = Literal["planned", "committed", "prefilled"]
 
 
 class PluginOptions(BaseModel):
-    """Base of every plugin's options: typed, documented fields; unknown keys are errors, values do not change."""
+    """Base of every plugin's options: typed, documented fields; unknown keys are errors, values do not change.
+
+    Text becomes what the field's type says, since flags and variables have nothing else: ``none``, ``a,b``, ``a=1,b=2``
+    (``engine.core.values.from_text``).
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _typed(cls, value: Any, info: ValidationInfo) -> Any:
+        field = cls.model_fields[info.field_name or ""]
+        return from_text(value, field.annotation) if isinstance(value, str) else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +105,8 @@ class Plugin:
         provides: capabilities that it offers to others, e.g. ``prefix-cache``.
         requires: capabilities that some other selected plugin must provide; checked before anything starts.
         Options: a ``PluginOptions`` subclass.
+
+    ``origin`` is the distribution that it came from: the registry sets it, errors and logs name it.
     """
 
     name: ClassVar[str] = ""
@@ -100,6 +115,7 @@ class Plugin:
     provides: ClassVar[frozenset[str]] = frozenset()
     requires: ClassVar[frozenset[str]] = frozenset()
     Options: ClassVar[type[PluginOptions]] = PluginOptions
+    origin: str = "local code"
 
     def __init__(self, options: Any = None) -> None:
         self.options: Any = options if options is not None else self.Options()
@@ -111,7 +127,7 @@ class Plugin:
         """The model has other weights and another fingerprint from now on; nothing runs and nothing is cached."""
 
     def close(self) -> None:
-        """Give back everything (memory, files, threads). Called once; nothing is called after it."""
+        """Give back everything (memory, files, threads). Called once, also where ``start`` never was; the last call."""
 
 
 class Policy(Plugin):
@@ -119,7 +135,25 @@ class Policy(Plugin):
 
 
 class Connector(Plugin):
-    """Moves KV between engines and tiers: answers ``transfer_kv``."""
+    """Moves KV between engines and tiers: answers ``transfer_kv``, at once: the work is done in threads of its own.
+
+    Class attributes:
+        loads: it may have content to give: ``probe`` and ``pull`` transfers are for it.
+        saves: it keeps content: ``push`` transfers are for it.
+        patience: seconds from a request's arrival for which it may be kept waiting for what comes in.
+        min_tokens: fewer than so many tokens more than are cached here are not worth a transfer.
+    """
+
+    loads: bool = False
+    saves: bool = False
+    patience: float = 5.0
+    min_tokens: int = 0
+
+    def register(self, layout: KVLayout) -> None:
+        """Where KV memory lies. Called once, after ``start``, of a connector that loads or saves.
+
+        The memory stays where it is until ``close``. Raise ``ConfigError`` where it cannot be worked with.
+        """
 
 
 class Scheduler(Plugin, ABC):
@@ -139,6 +173,10 @@ class Scheduler(Plugin, ABC):
     def displace(self, waiting: Iterable[Request], priority: int) -> Request | None:
         """The queue is full: which request is to be aborted for a newcomer of this priority; ``None``: refuse it."""
         return None
+
+    def stats(self) -> Mapping[str, int | float]:
+        """Numbers of its own, for whoever watches: ``EngineCore.stats`` names them ``scheduler_…``. None by default."""
+        return {}
 
     def on_idle(self) -> None:
         """Nothing is left to do: the next request comes to an empty engine."""
@@ -205,7 +243,10 @@ class KVCache(Plugin, ABC):
 
     @abstractmethod
     def adopt(self, request: Request, match: Match) -> list[int]:
-        """Pin a fresh match for the request and return its pages, first page first. Mutates."""
+        """Pin a fresh match for the request and return its pages, first page first. Mutates.
+
+        The list becomes the request's page table: it must be a new one.
+        """
 
     @abstractmethod
     def take(self, request: Request, count: int) -> list[int]:
@@ -256,6 +297,10 @@ class KVCache(Plugin, ABC):
     @abstractmethod
     def numbers(self) -> KVNumbers:
         """Counts of free, evictable and pinned pages. ``evictable`` is what could really be freed. Does not mutate."""
+
+    def available(self) -> int:
+        """Pages that a grant could take now: free and evictable ones. Does not mutate. Asked often: override it."""
+        return self.numbers().available
 
     @abstractmethod
     def reset(self) -> None:
@@ -345,6 +390,10 @@ class Executor(Plugin, ABC):
         """
         raise ConfigError(f"executor {self.name} cannot change its weights")
 
+    def kv_layout(self) -> KVLayout | None:
+        """Its KV memory, for connectors; ``None`` where nobody else can reach it. Called after ``allocate``."""
+        return None
+
     def forget(self, request: Request) -> None:
         """The request ended; drop per-request state. Called at most once a request."""
 
@@ -390,24 +439,28 @@ class Frontend(Plugin, ABC):
         raise ConfigError(f"frontend {self.name} cannot be mounted in another application")
 
 
-ROLES: Mapping[str, type[Plugin]] = {
-    "scheduler": Scheduler,
-    "kvcache": KVCache,
-    "attention": Attention,
-    "connector": Connector,
-    "executor": Executor,
-    "frontend": Frontend,
-    "policy": Policy,
-}
+ROLES: Mapping[str, type[Plugin]] = MappingProxyType(
+    {
+        "scheduler": Scheduler,
+        "kvcache": KVCache,
+        "attention": Attention,
+        "connector": Connector,
+        "executor": Executor,
+        "frontend": Frontend,
+        "policy": Policy,
+    }
+)
 """Role name -> base class."""
 
-GROUPS: Mapping[str, str] = {
-    "scheduler": "engine.schedulers",
-    "kvcache": "engine.kvcaches",
-    "attention": "engine.attention",
-    "connector": "engine.connectors",
-    "executor": "engine.executors",
-    "frontend": "engine.frontends",
-    "policy": "engine.policies",
-}
+GROUPS: Mapping[str, str] = MappingProxyType(
+    {
+        "scheduler": "engine.schedulers",
+        "kvcache": "engine.kvcaches",
+        "attention": "engine.attention",
+        "connector": "engine.connectors",
+        "executor": "engine.executors",
+        "frontend": "engine.frontends",
+        "policy": "engine.policies",
+    }
+)
 """Role name -> entry-point group."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
 from typing import Any
 
 from engine.core.request import Request
@@ -66,11 +65,15 @@ class WaitingQueue:
 
     def remove(self, gone: Collection[Request]) -> None:
         """Take these out, wherever they stand; those that are not in it are ignored. Mutates."""
-        if len(gone) == 1:
-            with suppress(ValueError):
-                self._items.remove(next(iter(gone)))
-        elif gone:
+        if gone:
             self._items = [request for request in self._items if request not in gone]
+
+    def discard(self, request: Request) -> None:
+        """Take one out, wherever it stands; ignored if it is not in it. Mutates."""
+        try:
+            self._items.remove(request)
+        except ValueError:
+            return
 
     def head(self) -> Request | None:
         """The first request, or ``None``."""

@@ -6,27 +6,41 @@ is broken and not asked for is a line in ``engine plugins``.
 
 from __future__ import annotations
 
-import importlib
+import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from typing import Any
 
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
-from packaging.version import Version
 from pydantic import ValidationError
 
 from engine.core.config import Selection
-from engine.core.errors import ConfigError, PluginError, suggest
-from engine.core.protocols import GROUPS, ROLES, Plugin
-from engine.core.version import API_VERSION
+from engine.core.contract import CONTRACT, Contract, check_hooks
+from engine.core.discovery import Entry, given, installed
+from engine.core.errors import ConfigError, PluginError, one_line, suggest
+from engine.core.importing import load
+from engine.core.peek import Peek, peek
+from engine.core.protocols import GROUPS, ROLES, Plugin, PluginOptions
+
+log = logging.getLogger(__name__)
+
+
+SLOW_IMPORT = 5.0
+"""Seconds that importing a selected plugin may take before the log names it."""
+
+BROKEN = (Exception, SystemExit)  # a module that exits when imported is broken too
+BASES = frozenset(cls.__name__ for cls in ROLES.values())
+ON_THE_BUS = ("scheduler", "kvcache", "connector", "policy")
 
 
 @dataclass(frozen=True, slots=True)
 class PluginListing:
-    """One line of ``engine plugins``. ``status`` is ``ok``, ``broken`` or ``duplicate``; ``cause`` says why."""
+    """One line of ``engine plugins``. ``status`` is ``ok``, ``broken`` or ``duplicate``; ``cause`` says why.
+
+    ``notes`` are for those that work: what they use that is deprecated, what is odd about their metadata.
+    """
 
     role: str
     name: str
@@ -37,53 +51,67 @@ class PluginListing:
     status: str = "ok"
     cause: str = ""
     summary: str = ""
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A plugin class and where it comes from."""
+    """A plugin class and where it comes from; ``notes`` as in ``PluginListing``."""
 
     role: str
     cls: type[Plugin]
     distribution: str
     version: str
+    notes: tuple[str, ...] = ()
+
+    @property
+    def origin(self) -> str:
+        """Distribution and version, for people."""
+        return f"{self.distribution} {self.version}".strip() or "local code"
 
 
 class Registry:
-    """All plugins that are installed, by role.
+    """All plugins that are installed, by role. Their order is that of role, name, distribution and target.
 
     Args:
         entries: entry points to use instead of the installed ones (for tests).
+        contract: the contract to hold them to.
+        slow_import: seconds that importing a selected plugin may take before the log names it.
     """
 
-    def __init__(self, entries: Iterable[EntryPoint] | None = None) -> None:
-        given = None if entries is None else list(entries)
-        self._entries: dict[str, list[EntryPoint]] = {}
-        for role, group in GROUPS.items():
-            found = entry_points(group=group) if given is None else [e for e in given if e.group == group]
-            self._entries[role] = sorted(found, key=lambda entry: (entry.name, _distribution(entry)))
+    def __init__(
+        self,
+        entries: Iterable[EntryPoint] | None = None,
+        *,
+        contract: Contract = CONTRACT,
+        slow_import: float = SLOW_IMPORT,
+    ) -> None:
+        found = installed(GROUPS) if entries is None else given(entries, GROUPS)
+        found = sorted(set(found), key=lambda entry: (entry.name, entry.distribution, entry.target))
+        self._entries = {role: [entry for entry in found if entry.role == role] for role in GROUPS}
+        self._contract = contract
+        self._slow_import = slow_import
 
     def select(self, role: str, name: str) -> Found:
         """The class that plays ``role`` under ``name``: an entry point, an alias, or ``pkg.module:Class``.
+
+        Nothing is constructed, and a plugin whose source says that it is of another contract version is not imported.
 
         Raises:
             PluginError: unknown (with a suggestion), ambiguous, broken, or written for another contract version.
         """
         if ":" in name:
-            return self._checked(role, name, _import(role, name, name, "local code"), "local code", "")
-        named = [entry for entry in self._entries[role] if entry.name == name]
+            return self._selected(Entry(role, name, name, "local code"))
+        named = [entry for entry in self._entries[role] if entry.name == name] or self._by_alias(role, name)
         if not named:
-            named = self._by_alias(role, name)
-        if not named:
-            raise PluginError(f"unknown {role} {name!r}: {suggest(name, self.names(role))}")
-        if len({(entry.value, _distribution(entry)) for entry in named}) > 1:
-            owners = " and ".join(f"{_distribution(entry)} ({entry.value})" for entry in named)
             raise PluginError(
-                f"{role} {name!r} is provided twice, by {owners}: uninstall one, or select it as module:Class"
+                f"unknown {role} {name!r}: {suggest(name, self.names(role))}{self._elsewhere(role, name)}"
             )
-        entry = named[0]
-        cls = _import(role, name, entry.value, _distribution(entry))
-        return self._checked(role, name, cls, _distribution(entry), _version(entry))
+        if len(named) > 1:
+            owners = " and ".join(f"{entry.distribution} ({entry.target})" for entry in named)
+            fix = named[0].note or "uninstall one, or select it as module:Class"
+            raise PluginError(f"{role} {name!r} is provided twice, by {owners}: {fix}")
+        return self._selected(named[0])
 
     def names(self, role: str) -> list[str]:
         """Names that configuration can select for a role."""
@@ -91,67 +119,114 @@ class Registry:
 
     def owners(self) -> list[tuple[str, str, str]]:
         """(role, name, distribution) of every installed plugin. Imports none of them."""
-        return [(role, entry.name, _distribution(entry)) for role, found in self._entries.items() for entry in found]
+        return [(role, entry.name, entry.distribution) for role, found in self._entries.items() for entry in found]
 
     def named(self, name: str) -> list[tuple[str, str]]:
         """(role, name) of every plugin of that name; only where there is none, of those with that alias."""
         found = dict.fromkeys((role, own) for role, own, _ in self.owners() if own == name)
         return list(found) or [(role, entry.name) for role in self._entries for entry in self._by_alias(role, name)]
 
+    def providers(self, capability: str) -> list[Entry]:
+        """Installed plugins that provide it. Imports only those whose source does not say what they provide."""
+        return [
+            entry
+            for found in self._entries.values()
+            for entry in found
+            if capability in (self._says(entry).provides or ())
+        ]
+
     def listing(self) -> list[PluginListing]:
-        """Every installed plugin; each is imported to see whether it works."""
-        lines = []
-        for role, entries in self._entries.items():
-            seen: dict[str, int] = {}
-            for entry in entries:
-                seen[entry.name] = seen.get(entry.name, 0) + 1
-            for entry in entries:
-                lines.append(self._line(role, entry, duplicate=seen[entry.name] > 1))
-        return lines
+        """Every installed plugin, in the registry's order; each is imported to see whether it works."""
+        return [
+            self._line(entry, [other for other in entries if other.name == entry.name and other is not entry])
+            for entries in self._entries.values()
+            for entry in entries
+        ]
 
-    def _line(self, role: str, entry: EntryPoint, *, duplicate: bool) -> PluginListing:
-        where = (role, entry.name)
+    def _line(self, entry: Entry, others: Sequence[Entry]) -> PluginListing:
+        line = PluginListing(entry.role, entry.name, (), entry.distribution, entry.version, entry.target)
         try:
-            found = self._checked(
-                role, entry.name, _import(role, entry.name, entry.value, _distribution(entry)), "", ""
-            )
+            found = self._found(entry)
         except PluginError as error:
-            return PluginListing(*where, (), _distribution(entry), _version(entry), entry.value, "broken", str(error))
+            return replace(line, status="broken", cause=str(error))
         summary = (found.cls.__doc__ or "").strip().split("\n")[0]
-        status, cause = ("duplicate", "another distribution provides the same name") if duplicate else ("ok", "")
-        aliases = found.cls.aliases
-        return PluginListing(
-            *where, aliases, _distribution(entry), _version(entry), entry.value, status, cause, summary
-        )
+        line = replace(line, aliases=tuple(found.cls.aliases), notes=found.notes)
+        if others:
+            whose = " and ".join(f"{other.distribution} ({other.target})" for other in others)
+            return replace(line, status="duplicate", cause=f"{whose} provides the same name", summary=summary)
+        return replace(line, summary="; ".join((summary, *found.notes)))
 
-    def _by_alias(self, role: str, alias: str) -> list[EntryPoint]:
-        """Aliases live on the classes, so looking one up imports the role's plugins; broken ones have none."""
-        found = []
-        for entry in self._entries[role]:
-            try:
-                cls = _import(role, entry.name, entry.value, _distribution(entry))
-            except PluginError:
-                continue  # it is reported by listing(), and by select() when asked for by name
-            if alias in getattr(cls, "aliases", ()):
-                found.append(entry)
+    def _selected(self, entry: Entry) -> Found:
+        found = self._found(entry, slow=self._slow_import)
+        who = f"{entry.role} {entry.name!r} of {found.origin}"
+        if entry.note:
+            log.warning("%s: %s", who, entry.note)
+        self._contract.warn(found.cls, who)
         return found
 
-    @staticmethod
-    def _checked(role: str, name: str, cls: Any, distribution: str, version: str) -> Found:
-        base = ROLES[role]
-        origin = f"{role} {name!r}" + (f" of {distribution}" if distribution else "")
-        if not isinstance(cls, type) or not issubclass(cls, base):
-            raise PluginError(f"{origin}: {cls!r} is not a subclass of engine.core.{base.__name__}")
+    def _found(self, entry: Entry, slow: float | None = None) -> Found:
+        """Import and check. ``slow``: the log names it if that takes so many seconds. Raises ``PluginError``."""
+        who = f"{entry.role} {entry.name!r} of {entry.distribution}"
+        said = peek(entry.target, BASES).requires_api
+        if said is not None and (refusal := self._contract.refusal(said)):
+            raise PluginError(self._refused(who, entry, refusal))
         try:
-            wanted = SpecifierSet(cls.requires_api)
-        except InvalidSpecifier as error:
-            raise PluginError(f"{origin}: requires_api {cls.requires_api!r} is not a version range") from error
-        if not wanted.contains(Version(API_VERSION)):
-            raise PluginError(
-                f"{origin} was written for contract {cls.requires_api}, this engine offers {API_VERSION}: "
-                f"install a release of {distribution or name} for {API_VERSION}"
-            )
-        return Found(role, cls, distribution, version)
+            cls, seconds = load(entry.target)
+        except BROKEN as error:
+            fix = entry.note or f"repair or uninstall {entry.distribution}"
+            raise PluginError(f"{who} cannot be imported from {entry.target}: {one_line(error)}; {fix}") from error
+        if slow is not None and seconds > slow:
+            log.warning("%s took %.1f s to import (%s)", who, seconds, entry.target)
+        check_class(who, entry.role, cls)
+        if refusal := self._contract.refusal(cls.requires_api):
+            raise PluginError(self._refused(who, entry, refusal))
+        try:
+            check_hooks(cls, [*ROLES.values(), Plugin], self._contract, asked=entry.role in ON_THE_BUS)
+            notes = tuple(str(item) for item in self._contract.uses(cls))
+            adapted = self._contract.adapt(cls)
+        except PluginError as error:
+            raise PluginError(f"{who}: {error}; repair or uninstall {entry.distribution}") from error
+        if missing := sorted(getattr(adapted, "__abstractmethods__", ())):
+            raise PluginError(f"{who} does not implement {', '.join(missing)}, which its role {entry.role} needs")
+        return Found(entry.role, adapted, entry.distribution, entry.version, (*notes, *filter(None, [entry.note])))
+
+    def _refused(self, who: str, entry: Entry, refusal: str) -> str:
+        release = "a release" if entry.distribution == "local code" else f"a release of {entry.distribution}"
+        return f"{who} {refusal}: install {release} for {self._contract.version}"
+
+    def _says(self, entry: Entry) -> Peek:
+        """Aliases and capabilities, off the source or else off the class; empty where that is broken."""
+        said = peek(entry.target, BASES)
+        if said.aliases is None or said.provides is None:
+            try:
+                cls = self._found(entry).cls
+            except PluginError:  # reported by listing(), and by select() when asked for by name
+                return Peek((), frozenset(), frozenset())
+            said = Peek(tuple(cls.aliases), frozenset(cls.provides), frozenset(cls.requires))
+        return said
+
+    def _by_alias(self, role: str, alias: str) -> list[Entry]:
+        return [entry for entry in self._entries[role] if alias in (self._says(entry).aliases or ())]
+
+    def _elsewhere(self, role: str, name: str) -> str:
+        """A hint where the name is that of a plugin of another role."""
+        others = sorted({its for its, own, _ in self.owners() if own == name and its != role})
+        return f" ({name!r} is a {' and a '.join(others)})" if others else ""
+
+
+def check_class(who: str, role: str, cls: Any) -> None:
+    """Raise ``PluginError`` where ``cls`` is no class of the role, or declares what it cannot."""
+    base = ROLES[role]
+    if not isinstance(cls, type) or not issubclass(cls, base):
+        raise PluginError(f"{who}: {cls!r} is not a subclass of engine.core.{base.__name__}")
+    for field in ("aliases", "provides", "requires"):
+        value = getattr(cls, field)
+        if not isinstance(value, tuple | list | set | frozenset) or not all(isinstance(item, str) for item in value):
+            raise PluginError(f"{who}: its {field} must be a set of words, not {value!r:.80}")
+    if not isinstance(cls.name, str):
+        raise PluginError(f"{who}: its name must be a word, not {cls.name!r:.80}")
+    if not (isinstance(cls.Options, type) and issubclass(cls.Options, PluginOptions)):
+        raise PluginError(f"{who}: its Options are not a subclass of engine.core.PluginOptions")
 
 
 def build(found: Found, selection: Selection) -> Plugin:
@@ -173,9 +248,13 @@ def build(found: Found, selection: Selection) -> Plugin:
         key = ".".join(str(part) for part in first["loc"])
         raise ConfigError(f"{prefix}, option {key}: {first['msg']}, got {first['input']!r}") from error
     try:
-        return found.cls(options)
-    except Exception as error:
-        raise PluginError(f"{prefix} of {found.distribution}: {type(error).__name__}: {error}") from error
+        plugin = found.cls(options)
+    except ConfigError:
+        raise
+    except BROKEN as error:
+        raise PluginError(f"{prefix} of {found.distribution} cannot be made: {one_line(error)}") from error
+    plugin.origin = found.origin
+    return plugin
 
 
 def make(role: str, name: str, options: Mapping[str, Any] | None = None) -> Plugin:
@@ -187,37 +266,3 @@ def make(role: str, name: str, options: Mapping[str, Any] | None = None) -> Plug
 def _installed(_path: tuple[str, ...]) -> Registry:
     """What is installed on this path, looked up once a process."""
     return Registry()
-
-
-def check_capabilities(plugins: Sequence[Plugin]) -> None:
-    """Raise ``PluginError`` where a plugin requires what no selected plugin provides."""
-    offered = {capability for plugin in plugins for capability in plugin.provides}
-    for plugin in plugins:
-        missing = sorted(plugin.requires - offered)
-        if missing:
-            raise PluginError(
-                f"plugin {plugin.name!r} requires {', '.join(missing)}; the selected plugins provide "
-                f"{', '.join(sorted(offered)) or 'nothing'}"
-            )
-
-
-def _import(role: str, name: str, target: str, distribution: str) -> Any:
-    module, _, attribute = target.partition(":")
-    try:
-        value: Any = importlib.import_module(module)
-        for part in attribute.split("."):
-            value = getattr(value, part)
-    except Exception as error:
-        raise PluginError(
-            f"{role} {name!r} of {distribution} cannot be imported from {target}: {type(error).__name__}: {error}; "
-            f"repair or uninstall {distribution}"
-        ) from error
-    return value
-
-
-def _distribution(entry: EntryPoint) -> str:
-    return entry.dist.name if entry.dist is not None else "unknown distribution"
-
-
-def _version(entry: EntryPoint) -> str:
-    return entry.dist.version if entry.dist is not None else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -85,7 +86,7 @@ class Request:
     entry_index: int = 0  # order of entering the queue, unique; a preempted request enters anew
     read_cache: bool = True  # whether its prefix may come from the cache (what it computes is published all the same)
     packed: bytes = field(default=b"", repr=False)  # the prompt's token ids, four bytes each: see ``packed_tokens``
-    metadata: dict[str, Any] = field(default_factory=dict)  # tenant, deadline, …: for policies
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # tenant, deadline, …: for policies
 
     state: State = State.WAITING
     parked_on: set[str] = field(default_factory=set)
@@ -98,6 +99,7 @@ class Request:
     lagging: bool = False  # accepted drafts completed pages that are not published yet
     prefill_target: int = 0  # num_tokens at admission: up to here the request prefills
     epoch: int = 0  # grows with each preemption and at the end: late results of older epochs are dropped
+    started: float | None = None  # when it was first admitted, in seconds on the engine's clock
     cached_tokens: int = 0  # tokens the prefix cache gave at the first admission
     preemptions: int = 0
     finish: Finish | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from engine.core.errors import InvalidRequest, QueueFull
@@ -65,7 +66,7 @@ class Roster:
             arrival_index=self._arrivals,
             read_cache=read_cache,
             packed=packed,
-            metadata=dict(metadata or {}),
+            metadata=MappingProxyType(dict(metadata or {})),  # shown to policies: to read
             parked_on=set(parked_on),
         )
         self.live[request.id] = request
@@ -76,7 +77,7 @@ class Roster:
             self._enter(request)
         return request
 
-    def ready(self, request_id: str, what: str) -> None:
+    def ready(self, request_id: str, what: str, *, front: bool = False) -> None:
         """``what`` a parked request waited for is there; when nothing is missing it joins the queue. Idempotent."""
         request = self.parked.get(request_id)
         if request is None:
@@ -85,11 +86,11 @@ class Roster:
         if not request.parked_on:
             del self.parked[request_id]
             request.state = State.WAITING
-            self._enter(request)
+            self._enter(request, front=front)
 
     def start(self, request: Request) -> None:
         """From the queue to those that run. Mutates."""
-        self.waiting.remove((request,))
+        self.waiting.discard(request)
         request.state = State.RUNNING
         self.running.append(request)
 
@@ -106,7 +107,7 @@ class Roster:
         elif request.state is State.PARKED:
             del self.parked[request.id]
         else:
-            self.waiting.remove((request,))
+            self.waiting.discard(request)
 
     def sweep(self, ended: Sequence[Request]) -> None:
         """Take those that a commit ended from where they stand. Mutates."""

@@ -8,11 +8,11 @@ revoked or failed grant had published can never be matched.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from engine.core.errors import InvariantViolation
 from engine.core.journal import Journal
-from engine.core.plan import NO_DRAFT, KVNumbers, Plan, Reject, Room, Wait, Why
+from engine.core.plan import NO_DRAFT, KVNumbers, Plan, Reject, Room, Why
 from engine.core.protocols import Match
 from engine.core.request import Request, State
 from engine.core.rows import Rows
@@ -111,6 +111,11 @@ class Step:
         return self._kv.numbers()
 
     @property
+    def available(self) -> int:
+        """Pages that a grant could take now: free and evictable ones. The same as ``kv.available``, at less cost."""
+        return self._kv.available()
+
+    @property
     def tokens_planned(self) -> int:
         """Tokens granted so far."""
         return self._core.limits.max_batch_tokens - self.budget
@@ -142,12 +147,14 @@ class Step:
             if request.state is not State.WAITING:
                 continue
             objection = core.hooks.ask_admit(self, request)
-            if isinstance(objection, Reject):
-                core.fail(request, objection.reason)
-            elif isinstance(objection, Wait) and not self.override:
-                self.note(request, Why.POLICY, objection.reason)
-            else:
+            if objection is None:
                 yield request
+            elif isinstance(objection, Reject):
+                core.fail(request, objection.reason)
+            elif self.override:
+                yield request
+            else:
+                self.note(request, Why.POLICY, objection.reason)
 
     # ---- to write
 
@@ -205,12 +212,21 @@ class Step:
         self.budget -= rows.even_out()
         return end
 
-    def expire(self, seconds: float) -> None:
-        """End every request that came more than ``seconds`` ago and has not started yet, as aborted."""
-        core = self._core
-        latest = core.roster.now() - seconds
-        for request in [r for r in core.waiting if r.arrival < latest and not r.preemptions]:
-            core.abort(request.id, detail=f"it waited for more than {seconds:g} seconds")
+    def expire(self, *, waiting: float | None = None, running: float | None = None) -> None:
+        """End, as aborted, requests that took too long. Those granted something in this step are left alone.
+
+        Args:
+            waiting: seconds since it came, for those that have not started yet.
+            running: seconds since it first started, for all others, preempted ones included.
+        """
+        core, now = self._core, self._core.roster.now()
+        if waiting is not None:
+            for request in [r for r in core.waiting if r.started is None and now - r.arrival > waiting]:
+                core.abort(request.id, detail=f"it waited for more than {waiting:g} seconds")
+        if running is not None:
+            for request in [*core.running, *core.waiting]:
+                if request.started is not None and now - request.started > running and not self.granted(request):
+                    core.abort(request.id, detail=f"it ran for more than {running:g} seconds")
 
     def publish(self, request: Request) -> None:
         """Make the computed part of a prompt in progress matchable, if its cache keeps that for the next chunk.
@@ -245,31 +261,35 @@ class Step:
         core = self._core
         if request.state is not State.WAITING or self.plan is not None:
             return self._refuse(request, Why.NOTHING_OWED)
-        if self.slots <= 0:
+        if len(core.running) >= core.limits.max_running:
             return self._refuse(request, Why.RUN_SLOTS)
         match = core.arbiter.match(request)
-        numbers = self._kv.numbers()
-        room = Room(match.tokens, request.num_tokens - match.tokens, numbers.available, match.idle, self._size)
-        answer = tokens if isinstance(tokens, int) else tokens(room)
+        hit, size = match.tokens, self._size
+        if hit % size or not 0 <= hit < len(request.tokens):
+            self._blame(f"found {hit} tokens of {len(request.tokens)}: whole pages, and never the last token")
+        owed, available = len(request.tokens) - hit, self._kv.available()
+        answer = tokens if isinstance(tokens, int) else tokens(Room(hit, owed, available, match.idle, size))
         if isinstance(answer, Why):
             return self._refuse(request, answer)
-        count = min(answer, room.owed + padding, self.budget)
+        count = min(answer, owed + padding, self.budget)
         if count <= 0:
             return self._refuse(request, Why.TOKEN_BUDGET)
-        upto = match.tokens + count
-        short = -(-self._reach(upto, lookahead) // self._size) - match.tokens // self._size
-        if short > room.pinned_available - self._deferred_pages:
+        upto = hit + count
+        short = -(-self._reach(upto, lookahead) // size) - hit // size
+        if short > available - match.idle - self._deferred_pages:
             return self._refuse(request, Why.PAGES)
-        adopted = self._kv.adopt(request, match)
-        request.pages = list(adopted)
+        request.pages = self._kv.adopt(request, match)
+        if len(request.pages) * size != hit:
+            self._blame(f"pinned {len(request.pages)} pages of a prefix of {hit} tokens")
         if short > 0 and not self._take(request, short, defer=defer):
             self._kv.release(request, keep=0)
             request.pages = []
             return self._refuse(request, Why.PAGES)
-        for step in (self, *core.flight.steps()):
-            step.journal.adopt(request, adopted)
-        core.enter(request, match.tokens)
-        request.drafts = (NO_DRAFT,) * max(0, count - room.owed)
+        if self._early:
+            for step in (self, *core.flight.steps()):
+                step.journal.adopt(request, request.pages[: hit // size])
+        core.enter(request, hit)
+        request.drafts = (NO_DRAFT,) * (count - owed) if count > owed else ()
         self.admitted.append(request)
         self._waits.pop(request.id, None)
         self._record(request, count, upto)
@@ -277,11 +297,10 @@ class Step:
 
     def free_up(self, pages: int) -> bool:
         """Evict idle content until ``pages`` are free, or nothing is left to evict. True if so many are free."""
-        numbers = self._kv.numbers()
-        if pages > numbers.free and numbers.evictable:
-            self._core.arbiter.free_up(min(pages, numbers.available), self)
-            numbers = self._kv.numbers()
-        return pages <= numbers.free
+        pool = self._core.pool
+        if pages > pool.num_free:
+            self._core.arbiter.free_up(min(pages, self._kv.available()), self)
+        return pages <= pool.num_free
 
     def take_deferred(self) -> None:
         """Take the pages of all deferred grants. Sealing does it too."""
@@ -382,11 +401,11 @@ class Step:
                 break
             needy.append(request)
         count = len(needy)
-        if count < 2 or (deferred and count > self._kv.numbers().available - self._deferred_pages):
+        if count < 2 or (deferred and count > self._kv.available() - self._deferred_pages):
             return
         if self._core.arbiter.free_up(count, self):
             self.taken += count
-            for request, page in zip(needy, self._kv.take_each(needy), strict=True):
+            for request, page in zip(needy, self._given(self._kv.take_each(needy), count), strict=True):
                 request.pages.append(page)
                 request.quiet = min(len(request.pages), request.max_total - 1)
 
@@ -411,7 +430,8 @@ class Step:
         self._rows.add(request, count, Why.TOKEN_BUDGET if self.budget <= 0 else Why.PREFILL_BUDGET)
         if self._early:
             self._publish(request, upto - count, min(upto, len(request.tokens)))
-        self._calm(request, upto)
+        if request not in self._deferred:
+            self._calm(request, upto)
 
     def _calm(self, request: Request, upto: int) -> None:
         """Mark the positions from ``upto`` on whose decode needs no page and, planned, publishes none."""
@@ -447,7 +467,7 @@ class Step:
         return min(upto + lookahead, self._core.limits.max_model_len) if lookahead else upto
 
     def _take(self, request: Request, count: int, *, defer: bool = False) -> bool:
-        if (defer or self._deferred) and count > self._kv.numbers().available - self._deferred_pages:
+        if (defer or self._deferred) and count > self._kv.available() - self._deferred_pages:
             return False
         if defer and not self._early:
             self._deferred[request] = self._deferred.get(request, 0) + count
@@ -455,9 +475,18 @@ class Step:
             return True
         if not self._core.arbiter.free_up(count, self):
             return False
-        request.pages.extend(self._kv.take(request, count))
+        request.pages.extend(self._given(self._kv.take(request, count), count))
         self.taken += count
         return True
+
+    def _given(self, pages: list[int], count: int) -> list[int]:
+        if len(pages) != count:
+            self._blame(f"gave {len(pages)} pages where {count} were asked for")
+        return pages
+
+    def _blame(self, what: str) -> NoReturn:
+        """The cache broke its word: nothing that is decided on it could be right."""
+        raise InvariantViolation(f"kvcache {self._kv.name!r} of {self._kv.origin} {what}")
 
     def _revoke(self, request: Request) -> None:
         count = self._rows.drop(request)

@@ -14,6 +14,9 @@ from typing import Any
 from engine.core.errors import InvariantViolation
 from engine.plugins.kvcache._radix_node import STRATEGIES, Node, path
 
+Entry = tuple[Any, int, Node]
+"""In the order of eviction: the strategy's key of a leaf, a number that makes entries unlike, the leaf."""
+
 TOKEN_BYTES = 4
 HEAP_SLACK = 64
 
@@ -44,7 +47,8 @@ class RadixTree:
         self._order = (lambda node: (node.warm > 0, order(node))) if keeps_warm else order
         self._falls = strategy == "mru"  # use makes a node go earlier, so its entry must be renewed at once
         self._clock = 0
-        self._heap: list[tuple[Any, int, Node]] = []  # evictable leaves; an entry may have aged: see ``victims``
+        self._heap: list[Entry] = []  # evictable leaves; an entry may have aged: see ``victims``
+        self._named: list[Entry] = []  # entries of the last ``victims``: most of these are not leaves any more
         self._entries = 0
 
     # ---- to look up
@@ -173,11 +177,11 @@ class RadixTree:
     def victims(self, need: int) -> list[Node]:
         """Whole leaves, in the strategy's order, until ``need`` pages are found; a parent counts once its children
         are among them. Costs a logarithm of the number of leaves for each. The tree itself is not changed."""
+        self._enter_named()
         found: list[Node] = []
         gone: set[Node] = set()
         left: dict[Node, int] = {}  # children that are not among the found, of nodes that lost some
-        entries: list[tuple[Any, int, Node]] = []
-        heap, order = self._heap, self._order
+        heap, order, named = self._heap, self._order, self._named
         while heap and need > 0:
             entry = heapq.heappop(heap)
             node = entry[2]
@@ -187,7 +191,7 @@ class RadixTree:
             if order(node) != entry[0]:  # used since it was entered
                 self._push(node)
                 continue
-            entries.append(entry)
+            named.append(entry)
             found.append(node)
             gone.add(node)
             need -= len(node.pages)
@@ -195,8 +199,6 @@ class RadixTree:
             left[parent] = left.get(parent, len(parent.children)) - 1
             if not left[parent] and not parent.locks:
                 self._push(parent)
-        for entry in entries:
-            heapq.heappush(heap, entry)
         return found
 
     def leaves(self) -> list[Node]:
@@ -217,7 +219,7 @@ class RadixTree:
     def check(self, locks: dict[Node, int]) -> None:
         """Raise ``InvariantViolation`` where pins, sizes or the order of eviction are wrong. Does not mutate."""
         evictable = protected = count = 0
-        entered = {entry[2] for entry in self._heap}
+        entered = {entry[2] for entry in (*self._heap, *self._named)}
         for node in self.nodes():
             count += 1
             if node.locks != locks.get(node, 0):
@@ -333,8 +335,9 @@ class RadixTree:
         if node.locks or (node.queued and not self._falls):
             return
         if len(self._heap) > 2 * self.count + HEAP_SLACK:  # mostly stale: without a shortage nobody meets them
-            for _, _, stale in self._heap:
+            for _, _, stale in (*self._heap, *self._named):
                 stale.queued = False
+            self._named.clear()
             leaves = [leaf for leaf in self.nodes() if not leaf.locks and not leaf.children and leaf is not node]
             self._heap = [(self._order(leaf), number, leaf) for number, leaf in enumerate(leaves)]
             self._entries = len(leaves)
@@ -342,6 +345,15 @@ class RadixTree:
             for leaf in leaves:
                 leaf.queued = True
         self._push(node)
+
+    def _enter_named(self) -> None:
+        """Who was named as a victim and is still an evictable leaf returns to the order."""
+        for entry in self._named:
+            node = entry[2]
+            node.queued = node.parent is not None and not node.locks and not node.children
+            if node.queued:
+                heapq.heappush(self._heap, entry)
+        self._named.clear()
 
     def _push(self, node: Node) -> None:
         node.queued = True

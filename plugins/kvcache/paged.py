@@ -178,6 +178,10 @@ class PagedCache(KVCache):
         pool = self._pool
         return KVNumbers(pool.num_pages, pool.num_free, len(self._idle), self._used, pool.page_size)
 
+    def available(self) -> int:
+        """Free and idle pages. Does not mutate."""
+        return self._pool.num_free + len(self._idle)
+
     def reset(self) -> None:
         """Drop everything idle; pages in use lose their keys and are not matched again. Mutates."""
         self.drop(list(self._idle))

@@ -83,19 +83,21 @@ class RadixCache(KVCache):
 
     def match(self, request: Request) -> Match:
         """Longest cached prefix, page by page. Mutates recency, and splits the node that it ends in."""
-        return self._look_up(request, (request.num_tokens - 1) // self._page_size)
+        return self._look_up(request, (len(request.tokens) - 1) // self._page_size)
 
     def probe(self, request: Request) -> Match:
         """The same over all tokens of the request; the handle is the last node. Mutates as ``match`` does."""
-        return self._look_up(request, request.num_tokens // self._page_size)
+        return self._look_up(request, len(request.tokens) // self._page_size)
 
     def adopt(self, request: Request, match: Match) -> list[int]:
         """Pin the matched path. Mutates."""
-        hold = self._hold(request)
-        hold.node = match.handle or self.tree.root
+        hold = request.kv_state or self._hold(request)
+        hold.node = node = match.handle or self.tree.root
         hold.pages = match.tokens // self._page_size
-        self.tree.lock(hold.node)
-        return self.tree.pages(hold.node)
+        if not hold.pages:
+            return []
+        self.tree.lock(node)
+        return self.tree.pages(node)
 
     def take(self, request: Request, count: int) -> list[int]:
         """Private pages off the pool. Mutates."""
@@ -182,6 +184,10 @@ class RadixCache(KVCache):
         pool, tree = self._pool, self.tree
         return KVNumbers(pool.num_pages, pool.num_free, tree.evictable, tree.protected + self._private, pool.page_size)
 
+    def available(self) -> int:
+        """Free and evictable pages. Does not mutate."""
+        return self._pool.num_free + self.tree.evictable
+
     def reset(self) -> None:
         """Evict all that is unpinned. Mutates."""
         while self.tree.evictable:
@@ -211,12 +217,12 @@ class RadixCache(KVCache):
             return Match(0, (), 0)
         hold = self._hold(request)
         hold.found = node, pages = self.tree.match(hold.key, request.namespace, limit, hold.found)
-        return Match(pages * self._page_size, (), self.tree.idle(node), node)
+        return Match(pages * self._page_size, (), self.tree.idle(node) if pages else 0, node)
 
     def _hold(self, request: Request) -> Hold:
         """The request's state, its key brought up to its tokens."""
         hold = request.kv_state
-        if not isinstance(hold, Hold):
+        if hold is None:
             hold = request.kv_state = Hold(request.packed)
         known = len(hold.key) // TOKEN_BYTES
         if known < len(request.tokens):

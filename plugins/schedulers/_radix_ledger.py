@@ -118,18 +118,20 @@ class Ledger:
             return Why.PREFILL_BUDGET
         if self._simulate and request.params.ignore_eos:
             return self._decide_by_simulation(request, room)
-        owed = room.owed
-        wanted = owed + min(max(self._ceiling(request) - request.num_output, 0), CLIP_NEW_TOKENS) + self._page
-        left = self.total.remaining
-        if wanted >= left:
+        owed, page = room.owed, self._page
+        future = self._ceiling(request) - request.num_output
+        if future > CLIP_NEW_TOKENS:
+            future = CLIP_NEW_TOKENS
+        spare = self._available() - self.total.offset - owed - page - (future if future > 0 else 0)
+        if spare <= 0:
             return Why.RESERVE
         if self.chunk_left is None and self.joined and self._ceil(owed) >= self.input_left:
             return Why.PREFILL_BUDGET
-        if wanted >= left - room.idle * self._page:
+        if spare <= room.idle * page:
             return Why.RESERVE
         if self._resources and any(resource.need(request, owed) > resource.remaining() for resource in self._resources):
             return Why.RESERVE
-        return self._cut(owed, self._page)
+        return owed if self.chunk_left is None else self._cut(owed, page)
 
     def chunk(self, owed: int) -> int:
         """Tokens for the prompt in progress, which goes on even where the books say that there is no room left."""

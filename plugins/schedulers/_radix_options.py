@@ -53,6 +53,9 @@ class RadixOptions(PluginOptions):
     waiting_timeout: float | None = Field(
         None, gt=0, description="seconds after which a request that has not started is aborted"
     )
+    running_timeout: float | None = Field(
+        None, gt=0, description="seconds after its start at which a request that is not done is aborted"
+    )
     seed: int = Field(0, description="of policy random")
 
 

@@ -16,7 +16,7 @@ after a retraction.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 from engine.core.hookspecs import hookimpl
@@ -64,6 +64,7 @@ class RadixScheduler(Scheduler):
         self.init_ratio = min(INIT_RATIO * options.schedule_conservativeness, 1.0)
         self.min_ratio = self.init_ratio * MIN_RATIO_FACTOR
         self.new_token_ratio = self.init_ratio
+        self.expires = options.waiting_timeout is not None or options.running_timeout is not None
         self.preempts = options.enable_priority_scheduling and not options.disable_priority_preemption
         self.delayer = PrefillDelayer(
             options.prefill_delay_passes, options.prefill_delay_queue_ratio, options.prefill_delay_low_usage
@@ -86,8 +87,8 @@ class RadixScheduler(Scheduler):
     @hookimpl
     def plan(self, step: Step) -> Plan:
         """A prefill batch if there is one, else a decode batch."""
-        if self.options.waiting_timeout is not None:
-            step.expire(self.options.waiting_timeout)
+        if self.expires:
+            step.expire(waiting=self.options.waiting_timeout, running=self.options.running_timeout)
         self._merge_last(step)
         if self._held_back(step):
             self._decode(step)
@@ -126,6 +127,10 @@ class RadixScheduler(Scheduler):
         """Ended outside a commit: it counts in the batch until the next decode, as any that finished."""
         if request is self.chunked:
             self.chunked = None
+
+    def stats(self) -> Mapping[str, int | float]:
+        """The longest wait of those that decode, in prefill batches, and what is reserved of their future."""
+        return {"longest_prefill_streak": self.longest_streak, "new_token_ratio": self.new_token_ratio}
 
     def on_idle(self) -> None:
         """An empty engine starts afresh."""
@@ -197,7 +202,7 @@ class RadixScheduler(Scheduler):
         return self.ledger_type(
             page_size=page,
             pool_tokens=self.limits.pool_tokens,
-            available=lambda: (step.kv.available + step.taken) * page,
+            available=lambda: (step.available + step.taken) * page,
             running=self.batch,
             ratio=self.new_token_ratio,
             input_tokens=options.max_prefill_tokens,
@@ -214,23 +219,27 @@ class RadixScheduler(Scheduler):
         return min(self.limits.max_running - len(self.batch), step.slots + len(step.admitted))
 
     def _admit(self, step: Step, ledger: Ledger) -> None:
+        rows = self._rows(step)
         for request in step.queue():
-            if len(ledger.joined) >= self._rows(step):
+            if len(ledger.joined) >= rows:
                 self.full = True
-            if self.full and not (self.preempts and self._preempt_for(request, step, ledger)):
-                break
-            if not step.start(request, partial(self._decide, request, step=step, ledger=ledger), defer=True):
+            if self.full:
+                if not (self.preempts and self._preempt_for(request, step, ledger)):
+                    break
+                rows = self._rows(step)
+            tokens = step.start(request, partial(self._decide, step, ledger, request), defer=True)
+            if not tokens:
                 self.full = self.full or step.refused is Why.RESERVE
                 break
-            ledger.charge(request, step.granted(request), whole=not request.debt)
-            if request.debt:
+            if tokens < request.sched_state:
                 self.chunked = request
+            ledger.charge(request, tokens, whole=tokens == request.sched_state)
             closed = ledger.closed()
             if closed is not None:
                 self.full = self.full or closed is Why.RESERVE
                 break
 
-    def _decide(self, request: Request, room: Room, step: Step, ledger: Ledger) -> int | Why:
+    def _decide(self, step: Step, ledger: Ledger, request: Request, room: Room) -> int | Why:
         request.sched_state = room.owed
         if step.override and not step.running:
             return room.owed if self.chunk_size is None else min(room.owed, self.chunk_size)

@@ -9,7 +9,8 @@ from importlib.metadata import EntryPoint
 import pytest
 
 from engine.core import EngineConfig, PluginError, SamplingParams, Selection, assemble
-from engine.core.registry import Registry, build, check_capabilities
+from engine.core.capabilities import check_capabilities
+from engine.core.registry import Registry, build
 
 
 @pytest.fixture
@@ -130,5 +131,7 @@ def test_capabilities_that_nobody_provides(local):
     local("needy", POLICY.format(api=">=1.0,<2") + '    requires = frozenset({"prefix-cache", "teleport"})\n')
     needy = build(Registry().select("policy", "needy:P"), Selection(name="p"))
     cache = build(Registry().select("kvcache", "paged"), Selection(name="paged"))
-    with pytest.raises(PluginError, match="plugin 'p' requires teleport; the selected plugins provide prefix-cache"):
+    with pytest.raises(
+        PluginError, match="policy 'p' of local code requires teleport, which no selected plugin provides"
+    ):
         check_capabilities([needy, cache])

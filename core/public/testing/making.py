@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from engine.core.containment import ASK_SECONDS
 from engine.core.loop import EngineCore
 from engine.core.protocols import Connector, Executor, KVCache, Limits, Plugin, Policy, Scheduler
 from engine.core.registry import make
@@ -27,6 +28,7 @@ def make_core(
     max_waiting: int = 1000,
     audit: bool = True,
     overlap: bool = False,
+    ask_seconds: float | Mapping[str, float] = ASK_SECONDS,
     core: type[EngineCore] = EngineCore,
     scheduler_options: Mapping[str, Any] | None = None,
     kvcache_options: Mapping[str, Any] | None = None,
@@ -62,6 +64,7 @@ def make_core(
         connectors=connectors,
         audit_every_step=audit,
         overlap=overlap,
+        ask_seconds=ask_seconds,
         clock=clock,
     )
 

@@ -62,7 +62,7 @@ def run(core, requests, every_steps=2, weird=None):
         if pending and steps % every_steps == 0:
             added.append(core.add(**pending.pop(0)))
             if weird is not None:
-                added[-1].metadata.update(weird(len(added)))
+                added[-1].metadata = {**added[-1].metadata, **weird(len(added))}
         core.step()
         steps += 1
         assert steps < 5000

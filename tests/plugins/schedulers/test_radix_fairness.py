@@ -40,7 +40,7 @@ def test_b06_a_running_stream_gets_its_token_under_steady_arrivals(bound):
         gap = 0 if stream.num_output > before else gap + 1
         longest = max(longest, gap)
     assert longest == (200 if bound is None else bound)
-    assert core.scheduler.longest_streak == longest
+    assert core.stats()["scheduler_longest_prefill_streak"] == longest
     assert core.counters.flat()["finished_length"] > 90, "prefills go on"
 
 
@@ -133,6 +133,27 @@ def test_who_has_not_started_in_time_is_aborted():
     while core.has_work:
         step(core)
     assert first.finish == "length"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_who_runs_for_too_long_is_aborted_wherever_it_stands(overlap):
+    now = [0.0]
+    core = core_of(max_running=2, clock=lambda: now[0], options={"running_timeout": 5}, overlap=overlap)
+    long = core.add([1, 2, 3], SamplingParams(max_tokens=100, ignore_eos=True))
+    core.step()
+    now[0] = 3.0
+    late = core.add([4, 5, 6], SamplingParams(max_tokens=6, ignore_eos=True))
+    for _ in range(3):
+        core.step()
+    assert (long.started, late.started) == (0.0, 3.0)
+    now[0] = 5.1
+    core.step()
+    assert (long.finish, long.detail) == ("abort", "it ran for more than 5 seconds")
+    while core.has_work:
+        core.step()
+    assert (late.finish, late.num_output) == ("length", 6)
+    core.check()
+    assert core.pool.num_free + core.kv.numbers().evictable == core.pool.num_pages
 
 
 def test_the_last_one_that_finds_no_page_ends_with_a_reason():

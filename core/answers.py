@@ -1,0 +1,121 @@
+"""The rules that the hooks' answers must keep. Each check returns the answer to use, or raises ``Nonsense``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain, islice
+from typing import Any
+
+from engine.core.containment import Nonsense
+from engine.core.errors import ExecutionError
+from engine.core.plan import EvictionPool, Outcome, Plan, Reject, TransferEvent, Wait
+from engine.core.request import Request
+
+REASON = 500  # characters of an objection that are kept
+UNORDERED = (set, frozenset)
+
+
+def order(answer: Any, step: Any, waiting: tuple[Request, ...]) -> list[Request]:
+    """The same requests in another order, or a subset: by identity, each once, never more than were shown."""
+    if isinstance(answer, UNORDERED):
+        raise Nonsense(f"a {type(answer).__name__}, which has no order")
+    try:
+        ordered = list(islice(answer, len(waiting) + 1))
+    except TypeError as error:
+        if hasattr(answer, "__iter__"):
+            raise
+        raise Nonsense(f"requests that are unknown or repeated: {type(answer).__name__} is no sequence") from error
+    chosen = set(map(id, ordered))
+    if len(chosen) != len(ordered) or not chosen <= set(map(id, waiting)):
+        raise Nonsense("requests that are unknown or repeated")
+    return ordered
+
+
+def admit(answer: Any, step: Any, request: Request) -> Wait | Reject:
+    """``Wait`` or ``Reject`` with words."""
+    if isinstance(answer, Wait | Reject):
+        reason = answer.reason
+        if isinstance(reason, str):
+            if len(reason) <= REASON:
+                return answer
+            return type(answer)(reason[:REASON])
+    raise Nonsense(f"{_shown(answer)}, not Wait or Reject with a text")
+
+
+def evict(answer: Any, need: int, pool: EvictionPool, *, most: int) -> list[Any]:
+    """Keys in a sequence of bounded length, copied: whoever uses them is no part of the plugin."""
+    if not isinstance(answer, Sequence) or isinstance(answer, str | bytes | bytearray):
+        raise Nonsense(f"{type(answer).__name__}, not a sequence of keys")
+    keys = list(islice(answer, most + 1))
+    if len(keys) > most:
+        raise Nonsense(f"more than {most} keys: there are not so many pages")
+    for key in keys:
+        hash(key)
+    return keys
+
+
+def role_evict(answer: Any, need: int, pool: EvictionPool) -> Sequence[Any]:
+    """What the KV cache or the scheduler answers by default."""
+    if not isinstance(answer, Sequence) or isinstance(answer, str | bytes | bytearray):
+        raise Nonsense(f"{type(answer).__name__}, not a sequence of keys")
+    return answer
+
+
+def transfer_kv(answer: Any, transfers: Any) -> list[TransferEvent]:
+    """Events, each of the right class."""
+    events = list(islice(answer, 1_000_000)) if hasattr(answer, "__iter__") else [answer]
+    if not all(isinstance(event, TransferEvent) and isinstance(event.transfer_id, str) for event in events):
+        raise Nonsense("what are no transfer events")
+    return events
+
+
+def plan(answer: Any, step: Any) -> Plan:
+    """A plan."""
+    if isinstance(answer, Plan):
+        return answer
+    raise Nonsense(f"{type(answer).__name__}, not the plan that step.seal() gives")
+
+
+def outcome(answer: Any, plan: Plan, who: str) -> Outcome:
+    """What an executor made of a plan: row by row, whole tokens, as many as the rows may yield.
+
+    Raises ``ExecutionError`` in the executor's name: a step that answers nonsense has failed.
+    """
+    try:
+        if not isinstance(answer, Outcome) or answer.plan is not plan:
+            raise Nonsense(f"{type(answer).__name__}, not the outcome of this plan")
+        tokens = answer.tokens
+        if len(tokens) != len(plan.requests):
+            raise Nonsense(f"{len(tokens)} rows of tokens for a plan of {len(plan.requests)}")
+        flat = list(chain.from_iterable(tokens))
+        if type(sum(flat)) is not int:
+            raise Nonsense("tokens that are no whole numbers")
+        if answer.errors or plan.drafts or answer.proposals or len(flat) != plan.samples.count(True):
+            _rows(answer, plan)
+    except Nonsense as error:
+        raise ExecutionError(f"{who} answered {error}") from error
+    except TypeError as error:
+        raise ExecutionError(f"{who} answered tokens of a wrong type: {error}") from error
+    return answer
+
+
+def _rows(answer: Outcome, plan: Plan) -> None:
+    for row, (request, samples, tokens) in enumerate(zip(plan.requests, plan.samples, answer.tokens, strict=True)):
+        most = 1 + len(plan.drafts.get(request, ())) if samples else 0
+        least = 1 if samples else 0
+        if not least <= len(tokens) <= most and row not in answer.errors:
+            raise Nonsense(f"{len(tokens)} tokens for row {row}, which yields {least} to {most}")
+    for row in (*answer.errors, *answer.proposals):
+        if type(row) is not int or not 0 <= row < len(plan.requests):
+            raise Nonsense(f"something of row {_shown(row)}, of {len(plan.requests)}")
+    for drafts in answer.proposals.values():
+        if not isinstance(drafts, tuple) or not all(type(token) is int for token in drafts):
+            raise Nonsense(f"drafts that are no tuple of whole numbers: {_shown(drafts)}")
+
+
+def _shown(value: Any) -> str:
+    """A value in few words, whatever its ``repr`` does."""
+    try:
+        return f"{value!r:.80}"
+    except Exception:
+        return type(value).__name__
