@@ -10,14 +10,16 @@ from typing import Annotated, Any
 
 import typer
 
-from engine.cli import doctor, generate, plugin_check, plugin_new, plugin_show, plugins, replay, serve
+from engine.cli import config, doctor, generate, plugin_check, plugin_new, plugin_show, plugins, replay, serve
 from engine.cli.flags import split_dotted
+from engine.cli.option_help import EngineCommand
 from engine.core.errors import EngineError
 
 EXIT_REFUSED = 2
 COMMANDS: dict[str, Callable[..., None]] = {
     "serve": serve.serve,
     "generate": generate.generate,
+    "config": config.config,
     "doctor": doctor.doctor,
     "replay": replay.replay,
 }
@@ -38,11 +40,11 @@ def build() -> typer.Typer:
     )  # fmt: skip
     app.callback()(_common)
     for name, command in COMMANDS.items():
-        app.command(name)(_clean(command))
+        app.command(name, cls=EngineCommand)(_clean(command))
     group = typer.Typer(invoke_without_command=True)
     group.callback()(_clean(_when_alone(plugins.plugins)))
     for name, of_plugins in OF_PLUGINS.items():
-        group.command(name)(_clean(of_plugins))
+        group.command(name, cls=EngineCommand)(_clean(of_plugins))
     app.add_typer(group, name="plugins")
     return app
 

@@ -46,7 +46,7 @@ class Finding(NamedTuple):
 def doctor(*, loaded: LoadedConfig) -> None:
     """Check versions, devices, plugins, model and page budget. Exit code 1 if something needed is missing."""
     config = loaded.config
-    findings = [*packages(), *guarded("devices", devices), *plugins(config)]
+    findings = [*packages(), *guarded("devices", devices), *plugins(loaded)]
     findings += guarded("model", lambda: model(config))
     for finding in findings:
         mark = {"ok": "ok     ", "absent": "absent ", "missing": "MISSING"}[finding.status]
@@ -92,30 +92,26 @@ def devices() -> Iterator[Finding]:
         yield Finding("ok", f"gpu {index}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB")
 
 
-def plugins(config: EngineConfig) -> Iterator[Finding]:
+def plugins(loaded: LoadedConfig) -> Iterator[Finding]:
     """Whether each selected plugin works, all of them together, and what else is installed and does not."""
     from engine.core.capabilities import problem, report
+    from engine.core.effective import checked_options, selected
     from engine.core.registry import Registry, build
 
     registry = Registry()
-    roles = ["scheduler", "kvcache", "executor", "frontend"] + (
-        ["attention"] if config.executor.name == "torch" else []
-    )
-    selected = [(role, getattr(config, role)) for role in roles]
-    selected += [("policy", selection) for selection in config.policies]
-    selected += [("connector", selection) for selection in config.connectors]
+    wanted = list(selected(registry, loaded.config))
     made = []
-    for role, selection in selected:
+    for one in wanted:
         try:
-            found = registry.select(role, selection.name)
-            made.append(build(found, selection))
+            found = registry.select(one.role, one.selection.name)
+            checked_options(found, one, loaded.origins)
+            made.append(build(found, one.selection))
             made[-1].close()
-            words = "; ".join((f"{selection.name} ({found.origin})", *found.notes))
-            yield Finding("ok", role, words)
+            yield Finding("ok", one.role, "; ".join((f"{one.selection.name} ({found.origin})", *found.notes)))
         except EngineError as error:
-            yield Finding("missing", role, str(error))
+            yield Finding("missing", one.role, str(error))
     summary = report(made, registry)
-    if len(made) == len(selected):
+    if len(made) == len(wanted):
         yield from (
             Finding("missing", "capabilities", words) for words in [*map(problem, summary.missing), *summary.false]
         )

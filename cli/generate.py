@@ -14,7 +14,7 @@ from engine.core.errors import EngineError
 SERVER_ONLY = ("frontend", "host", "port", "api_key", "heartbeat_timeout", "step_timeout")
 
 
-@with_config(without=(*SERVER_ONLY, "seed"))
+@with_config(without=(*SERVER_ONLY, "seed"), checked=True)
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
     *,

@@ -73,6 +73,8 @@ def tell(report: Report, target: str) -> None:
         typer.echo(f"  workloads  {report.workloads} hold (seed {report.seed})")
     if report.cost is not None:
         typer.echo(f"  cost       {report.cost}")
+    for note in report.notes:
+        typer.echo(f"  note       {note}")
     if report.finding is None:
         typer.echo("  ok")
         return

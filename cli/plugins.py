@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from engine.cli.flags import with_config
-from engine.core.config import EngineConfig, LoadedConfig, Selection
-from engine.core.errors import EngineError, PluginError
+from engine.core.config import EngineConfig, LoadedConfig
+from engine.core.errors import EngineError
 
 if TYPE_CHECKING:
+    from engine.core.effective import Selected
     from engine.core.registry import PluginListing, Registry
 
 EXIT_REFUSED = 2
@@ -42,12 +44,13 @@ def plugins(
 
     Exit code 2 if one of them does not work; broken ones that nobody selects are only listed.
     """
+    from engine.core.effective import selected
     from engine.core.registry import Registry
 
     registry = Registry()
     lines = [Line(plugin) for plugin in registry.listing()]
-    for role, selection in selected(registry, loaded.config):
-        mark(lines, registry, role, selection)
+    for one in selected(registry, loaded.config):
+        mark(lines, registry, one, loaded.origins)
     lines.sort(key=lambda line: line.plugin.role)
     if as_json:
         typer.echo(json.dumps([{**dataclasses.asdict(line.plugin), "active": line.active} for line in lines], indent=2))
@@ -60,26 +63,17 @@ def plugins(
         raise typer.Exit(EXIT_REFUSED)
 
 
-def selected(registry: Registry, config: EngineConfig) -> list[tuple[str, Selection]]:
-    """What a server with this configuration would use. An attention backend only where the executor wants one."""
-    roles = ["scheduler", "kvcache", "executor", "frontend"]
-    try:
-        attends = getattr(registry.select("executor", config.executor.name).cls, "uses_attention", False)
-    except PluginError:
-        attends = False  # the executor's own line says what is wrong
-    chosen = [(role, getattr(config, role)) for role in [*roles, *(["attention"] if attends else [])]]
-    chosen += [("policy", selection) for selection in config.policies]
-    return chosen + [("connector", selection) for selection in config.connectors]
-
-
-def mark(lines: list[Line], registry: Registry, role: str, selection: Selection) -> None:
+def mark(lines: list[Line], registry: Registry, one: Selected, origins: Mapping[str, str]) -> None:
     """Mark the line of a selected plugin, or add one for what is not installed. Its options are checked too."""
+    from engine.core.effective import checked_options
     from engine.core.registry import PluginListing, build
 
+    role, selection = one.role, one.selection
     mine = [line for line in lines if line.plugin.role == role and selection.name == line.plugin.name]
     mine = mine or [line for line in lines if line.plugin.role == role and selection.name in line.plugin.aliases]
     try:
         found = registry.select(role, selection.name)
+        checked_options(found, one, origins)
         build(found, selection).close()
         status, cause, summary = "ok", "", (found.cls.__doc__ or "").strip().split("\n")[0]
         owner, version = found.distribution, found.version

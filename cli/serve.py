@@ -10,7 +10,7 @@ from engine.cli.flags import chosen, with_config
 from engine.core.config import LoadedConfig
 
 
-@with_config()
+@with_config(checked=True)
 def serve(
     *,
     loaded: LoadedConfig,
@@ -18,7 +18,11 @@ def serve(
         bool, typer.Option("--in-process", help="Engine in a thread, not a process of its own.")
     ] = False,
 ) -> None:
-    """Serve a model over HTTP. Plugin options: --scheduler.chunked-prefill-size 512, --frontend.max-body-bytes N, …"""
+    """Serve a model over HTTP.
+
+    Options of plugins are flags, too: --scheduler.NAME VALUE, --policy.PLUGIN.NAME VALUE. Those of the selected plugins
+    are listed below; select others to see theirs.
+    """
     from engine.core.protocols import Frontend
     from engine.core.registry import Registry, build
     from engine.core.serve.client import AsyncEngine

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
-from engine.core.errors import ConfigError, suggest
+from engine.core.errors import ConfigError
+from engine.core.layers import Layers, One, Said
+from engine.core.values import from_text
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 ENV_PREFIX = "ENGINE_"
@@ -80,6 +83,23 @@ class EngineConfig(BaseModel):
     port: int = Field(8000, ge=0, le=65535, description="port to listen on (0: any free one)")
     api_key: str | None = Field(None, description="bearer token that clients must send")
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _typed(cls, value: Any, info: ValidationInfo) -> Any:
+        """Text of a flag or a variable. A key that says ``none`` is a key: it must not open a server by accident."""
+        name = info.field_name or ""
+        plain = isinstance(value, str) and name not in {*SECRETS, *ROLE_KEYS, *SINGULAR}
+        return from_text(value, cls.model_fields[name].annotation) if plain else value
+
+    @field_validator("kv_memory")
+    @classmethod
+    def _a_size(cls, value: str) -> str:
+        try:
+            parse_bytes(value)
+        except ConfigError as error:
+            raise ValueError(str(error).removeprefix("kv_memory: ")) from error
+        return value
+
     @field_validator("api_key")
     @classmethod
     def _usable_key(cls, value: str | None) -> str | None:
@@ -100,14 +120,21 @@ class EngineConfig(BaseModel):
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """An effective configuration and where each value came from (``default``, a file, a variable, a flag)."""
+    """An effective configuration and where each value came from.
+
+    Attributes:
+        config: the configuration; options of plugins are as they were written, checked when the plugin is known.
+        origins: dotted key (``port``, ``scheduler.policy``, ``policies.fair-share.quantum``) -> ``file PATH``,
+            ``environment NAME`` or ``flag --NAME``. Keys that are not in it have their defaults.
+    """
 
     config: EngineConfig
     origins: Mapping[str, str] = field(default_factory=dict)
 
 
 ROLE_KEYS = ("scheduler", "kvcache", "executor", "attention", "frontend")
-MANY_KEYS = ("policies", "connectors")
+SINGULAR = {"policies": "policy", "connectors": "connector"}
+MANY_KEYS = tuple(SINGULAR)
 
 
 def load_config(
@@ -120,33 +147,50 @@ def load_config(
 
     Args:
         file: a TOML file with the fields of ``EngineConfig``; a role is a string or a table.
-        env: variables such as ``ENGINE_SCHEDULER=radix`` or ``ENGINE_SCHEDULER__CHUNKED_PREFILL_SIZE=512``. Others
-            may share the prefix: a name that is no key is left alone, unless it looks like a misspelt one.
+        env: variables such as ``ENGINE_SCHEDULER=radix``, ``ENGINE_SCHEDULER__CHUNKED_PREFILL_SIZE=512`` or
+            ``ENGINE_POLICIES__FAIR_SHARE__QUANTUM=512``. Others may share the prefix: a name that is no key is left
+            alone, unless it looks like a misspelt one.
         flags: dotted names, e.g. ``{"scheduler": "radix", "scheduler.chunked_prefill_size": "512"}``; ``None`` values
             are ignored.
 
     Raises:
         ConfigError: names the key, where it came from, and the nearest known one.
     """
-    tree: dict[str, Any] = {}
-    origins: dict[str, str] = {}
+    layers = Layers(EngineConfig.model_fields, ROLE_KEYS, SINGULAR)
     if file is not None:
-        _merge(tree, origins, _flatten(_read_toml(Path(file))), f"file {file}")
-    for key, value in (env or {}).items():
-        if key.startswith(ENV_PREFIX):
-            dotted = key[len(ENV_PREFIX) :].lower().replace("__", ".")
-            if _is_foreign(dotted):
-                continue
-            _merge(tree, origins, {dotted: value}, f"environment {key}")
-    for key, value in (flags or {}).items():
-        if value is not None:
-            _merge(tree, origins, {key: value}, f"flag --{key.replace('_', '-')}")
-    return LoadedConfig(config=_validated(tree, origins), origins=origins)
+        layers.add([(key, value, f"file {file}") for key, value in _read_toml(Path(file)).items()])
+    layers.add(_of_environment(env or {}))
+    layers.add([(key, value, f"flag {flag_of(key)}") for key, value in (flags or {}).items() if value is not None])
+    return _validated(layers)
+
+
+def flag_of(key: str) -> str:
+    """The flag of a dotted key: ``--scheduler.chunked-prefill-size``, ``--policy.fair-share.quantum``."""
+    name, *path = key.split(".")
+    words = [SINGULAR.get(name, name).replace("_", "-"), *path[:-1], *(part.replace("_", "-") for part in path[-1:])]
+    return "--" + ".".join(words)
+
+
+def variable_of(key: str) -> str:
+    """The variable of a dotted key: ``ENGINE_SCHEDULER__CHUNKED_PREFILL_SIZE``."""
+    name, _, path = key.partition(".")
+    inner, _, option = path.rpartition(".")
+    parts = [part for part in (name, inner, option) if part]
+    return ENV_PREFIX + "__".join(re.sub(r"[^a-z0-9]+", "_", part.lower()).upper() for part in parts)
+
+
+def _of_environment(env: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    found = []
+    for key, value in env.items():
+        dotted = key[len(ENV_PREFIX) :].lower().replace("__", ".")
+        if key.startswith(ENV_PREFIX) and not _is_foreign(dotted):
+            found.append((dotted, value, f"environment {key}"))
+    return found
 
 
 def _is_foreign(dotted: str) -> bool:
     """Whether a variable is somebody else's: neither a key nor nearly one."""
-    name, known = dotted.partition(".")[0], EngineConfig.model_fields
+    name, known = dotted.partition(".")[0], [*EngineConfig.model_fields, *SINGULAR.values()]
     return name not in known and not get_close_matches(name, known, n=1, cutoff=NEAR_MISS)
 
 
@@ -159,41 +203,43 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"config file {path} is not valid TOML: {error}") from error
 
 
-def _flatten(data: Mapping[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in data.items():
-        if isinstance(value, Mapping):
-            for inner, inner_value in value.items():
-                flat[key if inner == "name" else f"{key}.{inner}"] = inner_value
-        else:
-            flat[key] = value
-    return flat
+def _validated(layers: Layers) -> LoadedConfig:
+    values: dict[str, Any] = {key: said.value for key, said in layers.values.items()}
+    origins = {key: said.origin for key, said in layers.values.items()}
+    for name, role in layers.roles.items():
+        if role.chosen is not None:
+            origins[name] = role.chosen.origin
+        if isinstance(role, One):
+            if role.chosen is not None or role.options:
+                chosen = role.chosen.value if role.chosen is not None else EngineConfig.model_fields[name].default.name
+                values[name] = Selection(name=chosen, options=_values(role.options))
+                origins |= {f"{name}.{option}": said.origin for option, said in role.options.items()}
+            continue
+        role.check()
+        if role.chosen is not None:
+            values[name] = [Selection(name=pick.name, options=_values(pick.options)) for pick in role.picks]
+        for key, pick in zip(keys_of(name, [pick.name for pick in role.picks]), role.picks, strict=True):
+            origins |= {f"{key}.{option}": said.origin for option, said in pick.options.items()}
+    return LoadedConfig(config=_checked(values, origins), origins=origins)
 
 
-def _merge(tree: dict[str, Any], origins: dict[str, str], values: Mapping[str, Any], origin: str) -> None:
-    """Put dotted ``values`` into ``tree``, a nested table per role; a new plugin drops the old one's options."""
-    for key, value in values.items():
-        role, _, option = key.partition(".")
-        if role not in EngineConfig.model_fields:
-            raise ConfigError(f"unknown key {key!r} ({origin}): {suggest(role, EngineConfig.model_fields)}")
-        origins[key] = origin
-        if role not in ROLE_KEYS:
-            if option:
-                raise ConfigError(f"{key!r} ({origin}): {role} has no options")
-            tree[role] = value
-        elif option:
-            entry = tree.setdefault(role, {"name": EngineConfig.model_fields[role].default.name})
-            entry[option.replace("-", "_")] = value
-        elif isinstance(value, str):
-            old = tree.get(role, {})
-            tree[role] = {**old, "name": value} if old.get("name", value) == value else {"name": value}
-        else:
-            raise ConfigError(f"{key} ({origin}): must be a plugin's name, not {value!r}")
+def _values(options: Mapping[str, Said]) -> dict[str, Any]:
+    return {option: said.value for option, said in options.items()}
 
 
-def _validated(tree: Mapping[str, Any], origins: Mapping[str, str]) -> EngineConfig:
+def keys_of(role: str, names: Sequence[str]) -> list[str]:
+    """The dotted key of each selected plugin of a role: ``policies.NAME``, from the second of a name on with ``#2``."""
+    seen: Counter[str] = Counter()
+    keys = []
+    for name in names:
+        seen[name] += 1
+        keys.append(f"{role}.{name}" + (f"#{seen[name]}" if seen[name] > 1 else ""))
+    return keys
+
+
+def _checked(values: Mapping[str, Any], origins: Mapping[str, str]) -> EngineConfig:
     try:
-        return EngineConfig.model_validate(tree)
+        return EngineConfig.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])

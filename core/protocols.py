@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 from engine.core.batch import Batch
 from engine.core.errors import ConfigError
@@ -20,6 +20,7 @@ from engine.core.hookspecs import hookimpl
 from engine.core.pages import PagePool
 from engine.core.plan import Candidate, EvictionPool, KVNumbers, Outcome, Plan
 from engine.core.request import Request
+from engine.core.values import from_text
 
 if TYPE_CHECKING:
     from engine.core.step import Step
@@ -28,9 +29,19 @@ PublishWhen = Literal["planned", "committed", "prefilled"]
 
 
 class PluginOptions(BaseModel):
-    """Base of every plugin's options: typed, documented fields; unknown keys are errors, values do not change."""
+    """Base of every plugin's options: typed, documented fields; unknown keys are errors, values do not change.
+
+    Text becomes what the field's type says, since flags and variables have nothing else: ``none``, ``a,b``, ``a=1,b=2``
+    (``engine.core.values.from_text``).
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _typed(cls, value: Any, info: ValidationInfo) -> Any:
+        field = cls.model_fields[info.field_name or ""]
+        return from_text(value, field.annotation) if isinstance(value, str) else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ import pytest
 
 from engine.core import ConfigError, EngineConfig, load_config
 from engine.core.assemble import assemble, size_limits
-from engine.core.config import parse_bytes
+from engine.core.config import flag_of, parse_bytes, variable_of
 from engine.core.protocols import ModelInfo
 
 
@@ -173,3 +173,102 @@ def test_a_key_that_protects_nothing_or_cannot_be_sent_is_refused(key):
 
 def test_the_key_is_hidden_in_descriptions():
     assert EngineConfig(api_key="secret").describe()["api_key"] == "***"
+
+
+FAIR = {"ENGINE_POLICIES": "a,fair-share", "ENGINE_POLICIES__FAIR_SHARE__QUANTUM": "5"}
+
+
+def options(loaded):
+    """Name -> options of each selected policy."""
+    return {policy.name: policy.options for policy in loaded.config.policies}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'policies = ["a", {name = "fair-share", quantum = 5}]',
+        'policies = [{name = "a"}, {name = "fair-share", quantum = 5}]',
+        "[policies.a]\n[policies.fair-share]\nquantum = 5",
+        '[[policies]]\nname = "a"\n[[policies]]\nname = "fair-share"\nquantum = 5',
+    ],
+)
+def test_policies_and_their_options_in_a_file(tmp_path, text):
+    file = tmp_path / "engine.toml"
+    file.write_text(text)
+    loaded = load_config(file=file)
+    assert list(options(loaded).items()) == [("a", {}), ("fair-share", {"quantum": 5})]
+    assert loaded.origins == {"policies": f"file {file}", "policies.fair-share.quantum": f"file {file}"}
+
+
+@pytest.mark.parametrize("env", [FAIR, dict(reversed(FAIR.items()))], ids=["selected first", "option first"])
+def test_policies_and_their_options_in_the_environment(env):
+    loaded = load_config(env=env)
+    assert options(loaded) == {"a": {}, "fair-share": {"quantum": "5"}}
+    assert loaded.origins["policies.fair-share.quantum"] == "environment ENGINE_POLICIES__FAIR_SHARE__QUANTUM"
+
+
+@pytest.mark.parametrize("role", ["policy", "policies"])
+def test_policies_and_their_options_as_flags(role):
+    flags = {"policies": ["a", "fair-share"], f"{role}.fair-share.quantum": "6"}
+    loaded = load_config(env={"ENGINE_POLICIES__FAIR_SHARE__QUANTUM": "5"}, flags=flags)
+    assert options(loaded) == {"a": {}, "fair-share": {"quantum": "6"}}
+    assert loaded.origins["policies.fair-share.quantum"] == "flag --policy.fair-share.quantum"
+
+
+def test_a_selection_keeps_the_options_of_those_who_stay(tmp_path):
+    file = tmp_path / "engine.toml"
+    file.write_text("[policies.a]\nx = 1\n[policies.b]\ny = 2\n")
+    loaded = load_config(file=file, flags={"policies": ["b", "c"]})
+    assert list(options(loaded).items()) == [("b", {"y": 2}), ("c", {})]
+    assert loaded.origins == {"policies": "flag --policy", "policies.b.y": f"file {file}"}
+    assert options(load_config(file=file, flags={"policies": [""]})) == {}
+
+
+def test_local_code_has_options_too():
+    name = "my_pkg.rules:Mine"
+    assert options(load_config(flags={"policies": [name], f"policies.{name}.limit": "3"})) == {name: {"limit": "3"}}
+    env = {"ENGINE_POLICIES": name, "ENGINE_POLICIES__MY_PKG_RULES_MINE__LIMIT": "4"}
+    assert options(load_config(env=env)) == {name: {"limit": "4"}}
+
+
+@pytest.mark.parametrize(
+    ("env", "flags", "message"),
+    [
+        ({"ENGINE_POLICIES__DLPM__QUANTUM": "5"}, {}, "ENGINE_POLICIES__DLPM__QUANTUM.*not selected: select it with"),
+        ({}, {"policies": ["dlpm"], "policy.dlmp.quantum": "5"}, "flag --policy.dlmp.quantum.*did you mean 'dlpm'"),
+        ({"ENGINE_POLICIES": "dlpm", "ENGINE_POLICIES__QUANTUM": "5"}, {}, "names no option"),
+        ({"ENGINE_POLICY": "dlpm"}, {}, "unknown key 'policy' .environment ENGINE_POLICY.: did you mean 'policies'"),
+        ({}, {"policies": [{"quantum": 1}]}, "a table needs a 'name'"),
+        ({}, {"policies": 5}, "flag --policy.: must be a list of names or tables"),
+        ({}, {"policies": {"dlpm": 5}}, "policies.dlpm .*must be a table of options"),
+        ({}, {"policies": ["a", "a"], "policy.a.x": "1"}, "'a' is selected 2 times"),
+        ({}, {"scheduler": ""}, "must be a plugin's name"),
+        ({"ENGINE_KV_MEMORY": "much"}, {}, "kv_memory .environment ENGINE_KV_MEMORY.: 'much' is not a size"),
+        ({}, {"num_pages": "0"}, "num_pages .flag --num-pages."),
+    ],
+)
+def test_mistakes_name_key_and_origin(env, flags, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(env=env, flags=flags)
+
+
+def test_options_are_for_whoever_is_selected_at_last():
+    env = {"ENGINE_SCHEDULER__POLICY": "lpm"}
+    assert load_config(env=env, flags={"scheduler": "radix"}).config.scheduler.options == {"policy": "lpm"}
+    named = {**env, "ENGINE_SCHEDULER": "radix"}
+    assert load_config(env=named).config.scheduler.options == {"policy": "lpm"}
+    dropped = load_config(env=named, flags={"scheduler": "unified"})
+    assert dropped.config.scheduler.options == {}
+    assert dropped.origins == {"scheduler": "flag --scheduler"}
+
+
+def test_none_and_truth_in_text():
+    loaded = load_config(env={"ENGINE_NUM_PAGES": "none", "ENGINE_OVERLAP": "on", "ENGINE_API_KEY": "none"})
+    assert (loaded.config.num_pages, loaded.config.overlap, loaded.config.api_key) == (None, True, "none")
+
+
+def test_flags_and_variables_of_a_key():
+    assert flag_of("policies.fair-share.prompt_weight") == "--policy.fair-share.prompt-weight"
+    assert flag_of("max_running") == "--max-running"
+    assert variable_of("policies.fair-share.prompt_weight") == "ENGINE_POLICIES__FAIR_SHARE__PROMPT_WEIGHT"
+    assert variable_of("scheduler.policy") == "ENGINE_SCHEDULER__POLICY"

@@ -20,6 +20,7 @@ from engine.testing.harness import Harness
 from engine.testing.making import make_core
 from engine.testing.suites import (
     SUITES,
+    AttentionSuite,
     ConnectorSuite,
     ExecutorSuite,
     KVCacheSuite,
@@ -31,6 +32,7 @@ from engine.testing.workload import Situation, Workload
 
 __all__ = [
     "SUITES",
+    "AttentionSuite",
     "ConnectorSuite",
     "DoNothing",
     "ExecutorSuite",

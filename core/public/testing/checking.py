@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from engine.core.protocols import ROLES
@@ -44,6 +44,7 @@ class Report:
     workloads: int = 0  # that hold
     cost: Cost | None = None
     finding: Finding | None = None
+    notes: list[str] = field(default_factory=list)
 
 
 def suite_of(found: Found, options: Mapping[str, Any]) -> type[Suite]:
@@ -106,6 +107,8 @@ def check(
             report.cost = measure(lambda: suite().plugins(plain), clock=clock, running=running)
             if report.cost.ratio > cost_limit:
                 report.finding = Finding(COST_RULE.format(limit=cost_limit), str(report.cost), "cost")
+        if report.finding is None:
+            report.notes = suite().notes()
     return report
 
 

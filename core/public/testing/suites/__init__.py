@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.testing.suites.attention import AttentionSuite
 from engine.testing.suites.base import Law, Suite
 from engine.testing.suites.connector import ConnectorSuite
 from engine.testing.suites.executor import ExecutorSuite
@@ -10,12 +11,14 @@ from engine.testing.suites.policy import PolicySuite
 from engine.testing.suites.scheduler import SchedulerSuite
 
 SUITES: dict[str, type[Suite]] = {
-    suite.role: suite for suite in (SchedulerSuite, KVCacheSuite, PolicySuite, ExecutorSuite, ConnectorSuite)
+    suite.role: suite
+    for suite in (SchedulerSuite, KVCacheSuite, PolicySuite, ExecutorSuite, ConnectorSuite, AttentionSuite)
 }
 """Role -> its suite."""
 
 __all__ = [
     "SUITES",
+    "AttentionSuite",
     "ConnectorSuite",
     "ExecutorSuite",
     "KVCacheSuite",

@@ -20,7 +20,7 @@ class Law(NamedTuple):
 
     name: str
     rule: str
-    situation: Situation | None
+    situation: Any
     check: Callable[[], None]
 
 
@@ -47,22 +47,26 @@ class Suite:
     draft_options: ClassVar[Mapping[str, Any]] = {}
     limits: ClassVar[Mapping[str, Any]] = {}
     seed: ClassVar[int] = 0
-    origin: ClassVar[Found | None] = None  # where ``plugin`` was found, if somebody looked already
+    origin: Found | None = None  # where ``plugin`` was found, if somebody looked already
 
     # ---- for subclasses
 
     @classmethod
-    def situations(cls) -> list[Situation]:
-        """Where the workload runs."""
+    def situations(cls) -> list[Any]:
+        """Where the rules that ask for one are tried; for most roles each is a ``Situation`` of a workload."""
+        return []
+
+    def notes(self) -> list[str]:
+        """What ``check`` tells besides, of a plugin that broke no rule."""
         return []
 
     def found(self) -> Found:
         """The class that is tried, and where it comes from. Raises ``PluginError``."""
-        if self.origin is not None:
-            return self.origin
-        if isinstance(self.plugin, str):
-            return Registry().select(self.role, self.plugin)
-        return Found(self.role, self.plugin, "local code", "")
+        if self.origin is None:  # looking takes a tenth of a second
+            given = self.plugin
+            by_name = isinstance(given, str)
+            self.origin = Registry().select(self.role, given) if by_name else Found(self.role, given, "local code", "")
+        return self.origin
 
     def make(self, **more: Any) -> Any:
         """A new instance with the suite's options. Raises ``ConfigError`` or ``PluginError``."""

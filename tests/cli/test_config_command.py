@@ -1,0 +1,159 @@
+"""``engine config`` and the options of plugins in the help."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from engine.cli.app import run
+
+
+@pytest.fixture
+def engine(capsys, monkeypatch):
+    """``engine("serve", "--help", env={…})`` -> exit code, standard output, standard error; in this process."""
+
+    def call(*arguments, env=None):
+        capsys.readouterr()
+        with monkeypatch.context() as patch:
+            for name, value in {"NO_COLOR": "1", "COLUMNS": "200", **(env or {})}.items():
+                patch.setenv(name, value)
+            with pytest.raises(SystemExit) as ended:
+                run(arguments)
+        return (ended.value.code or 0, *capsys.readouterr())
+
+    return call
+
+
+def told(engine, *arguments, **more):
+    code, out, err = engine(*arguments, **more)
+    assert code == 0, err
+    return out
+
+
+def test_every_value_with_its_origin(engine, tmp_path):
+    file = tmp_path / "engine.toml"
+    file.write_text('page_size = 8\n[scheduler]\nname = "radix"\npolicy = "lpm"\n')
+    env = {"ENGINE_MAX_RUNNING": "7", "ENGINE_POLICIES__DLPM__QUANTUM": "5"}
+    flags = ("--policy", "dlpm", "--scheduler.seed", "3", "--api-key", "sesame")
+    out = told(engine, "config", "--config", str(file), *flags, env=env)
+    rows = {
+        key: (value, origin) for key, value, origin in (re.split(r"  +", line, maxsplit=2) for line in out.splitlines())
+    }
+    assert rows["page_size"] == ("8", f"file {file}")
+    assert rows["scheduler"] == ("radix", f"file {file}")
+    assert rows["scheduler.policy"] == ("lpm", f"file {file}")
+    assert rows["scheduler.seed"] == ("3", "flag --scheduler.seed")
+    assert rows["scheduler.max_overtakings"] == ("64", "default")
+    assert rows["max_running"] == ("7", "environment ENGINE_MAX_RUNNING")
+    assert rows["policies.dlpm.quantum"] == ("5.0", "environment ENGINE_POLICIES__DLPM__QUANTUM")
+    assert rows["policies.dlpm.window"] == ("128", "default")
+    assert rows["kvcache.enable_prefix_caching"] == ("true", "default")
+    assert rows["api_key"] == ("***", "flag --api-key")
+    assert "sesame" not in out
+
+
+def test_the_file_that_it_prints_configures_the_same(engine, tmp_path):
+    flags = ("--scheduler", "radix", "--policy", "fair-share", "--policy.fair-share.weights", "a=2", "--port", "1")
+    file = tmp_path / "engine.toml"
+    file.write_text(told(engine, "config", "--toml", *flags, "--scheduler.waiting-timeout", "none"))
+    before = json.loads(told(engine, "config", "--json", *flags))
+    again = json.loads(told(engine, "config", "--json", "--config", str(file)))
+    assert again["values"] == before["values"]
+    assert again["plugins"] == before["plugins"]
+    assert before["values"]["policies.fair-share.weights"] == {"a": 2.0}
+    assert before["origins"]["port"] == "flag --port"
+    assert again["origins"]["port"] == f"file {file}"
+    assert {plugin["role"] for plugin in again["plugins"]} == {
+        "scheduler", "kvcache", "policy", "frontend", "executor", "attention"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--scheduler", "radixx"], "unknown scheduler 'radixx': did you mean 'radix'?"),
+        (["--executor.step-mss", "1"], "executor 'sim' has no option 'step_mss' (flag --executor.step-mss): did you"),
+        (["--port", "many"], "port (flag --port)"),
+        (["--policy.dlpm.quantum", "5"], "policy 'dlpm' is not selected: select it with --policy dlpm"),
+        (["--policy", "dlpm", "--policy.dlpm.quantum", "0"], "policy 'dlpm', option quantum (flag --policy.dlpm.quant"),
+        (["--kv-memory", "much"], "kv_memory (flag --kv-memory): 'much' is not a size"),
+    ],
+)
+def test_mistakes_are_told_as_by_serve(engine, flags, words):
+    shown, served = (engine(command, "--executor", "sim", *flags) for command in ("config", "serve"))
+    assert shown == served
+    assert shown[0] == 2
+    assert words in shown[2]
+    assert "Traceback" not in shown[2]
+
+
+def test_one_format_at_a_time(engine):
+    assert "one of them" in engine("config", "--json", "--toml")[2]
+
+
+def test_help_lists_the_options_of_the_selected_plugins(engine, tmp_path):
+    file = tmp_path / "engine.toml"
+    file.write_text('kvcache = "radix"\n')
+    env = {"ENGINE_EXECUTOR": "sim", "COLUMNS": "320"}
+    flags = ("--scheduler", "radix", "--policy", "dlpm", "--policy=k-lpm", "--config", str(file))
+    out = told(engine, "serve", *flags, "--help", env=env)
+    head, _, rest = out.partition("Options of the scheduler radix")
+    assert "--max-running" in head
+    assert "[default: 2048]" in head
+    assert re.search(r"--scheduler\.policy +one of fcfs, lpm, .* \[default: fcfs\]", rest)
+    assert re.search(r"--scheduler\.max-prefill-streak +int, at least 1 +prefill batches in a row", rest)
+    assert re.search(
+        r"--policy\.dlpm\.quantum +float, above 0 +tokens that each waiting tenant .*\[default: 1024\.0\]", rest
+    )
+    assert re.search(r"Options of the policy k-lpm.*\n.*--policy\.k-lpm\.k +int, at least 1", rest)
+    assert re.search(r"--kvcache\.eviction-policy +one of lru, mru", rest)
+    assert re.search(r"--executor\.step-ms +float, at least 0", rest)
+    assert re.search(r"--frontend\.max-body-bytes +int, at least 1024", rest)
+    assert "attention" not in rest.lower()  # the executor sim wants none
+
+
+@pytest.mark.parametrize("command", ["generate", "doctor", "config", "serve", ("plugins", "list")])
+def test_help_of_every_command_that_takes_the_flags(engine, command):
+    words = (command,) if isinstance(command, str) else command
+    out = told(engine, *words, "--help", "--executor", "sim")
+    assert "--executor.step-ms" in out
+    assert ("--frontend.max-body-bytes" in out) == (command != "generate")
+    assert "--executor.step-ms" not in told(engine, "replay", "--help")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words", "still"),
+    [
+        (("--scheduler", "radixx"), "error: unknown scheduler 'radixx': did you mean 'radix'?", "--executor.dtype"),
+        (("--executor.dtyp", "x"), "executor 'torch' has no option 'dtyp' (flag --executor.dtyp)", "--executor.dtype"),
+        (("--config", "/no/such.toml"), "No such file", "--max-running"),
+        (("--policy", "no.such:Thing"), "cannot be imported from no.such:Thing", "--scheduler.watermark"),
+    ],
+)
+def test_help_is_printed_whatever_is_wrong(engine, flags, words, still):
+    out = told(engine, "serve", *flags, "--help")
+    assert words in re.sub(r"[│\s]+", " ", out)
+    assert still in out
+
+
+def test_help_needs_no_torch():
+    code = (
+        "import sys\nfrom engine.cli.app import run\n"
+        "try: run(['serve', '--help'])\nexcept SystemExit: pass\n"
+        "print('torch' in sys.modules, 'transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False False"
+
+
+def test_options_of_policies_reach_the_engine(engine):
+    flags = ("--executor", "sim", "--raw", "--max-tokens", "2", "--policy", "early-reject")
+    code, _, err = engine("generate", "hi", *flags, "--policy.early-reject.within", "none")
+    assert code == 2
+    assert "option within (flag --policy.early-reject.within)" in err
+    env = {"ENGINE_POLICIES__EARLY_REJECT__WITHIN": "5"}
+    assert engine("generate", "hi", *flags, env=env)[0] == 0
