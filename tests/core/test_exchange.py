@@ -241,8 +241,10 @@ def test_walks_over_a_bad_line(scheduler, kvcache, overlap, seed):
             return TransferEvent(wish.id, "found", tokens=rng.randrange(10_000))
         if rng.random() < 0.2:
             good = rng.randrange(len(wish.pages) + 1)
-            shelf.honest(Transfer(wish.id, wish.kind, wish.request_id, wish.pages[:good], wish.keys[:good]))
+            part = shelf.honest(Transfer(wish.id, wish.kind, wish.request_id, wish.pages[:good], wish.keys[:good]))
             failed = wish.pages[good:] if rng.random() < 0.8 else ()
+            if part.kind == "failed":
+                failed = wish.pages[wish.pages.index(part.failed_pages[0]) :]
             return TransferEvent(wish.id, "failed", failed_pages=failed, reason="a bad line")
         return None
 
