@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.core.errors import ConfigError
 from engine.core.identity import page_digests
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 KV = "kv"  # what a parked request waits for
 REST = 0.0005  # seconds between two looks at the connectors while nothing can be computed
 PATIENCE = 5.0  # seconds
-SAVING_SHARE = 4  # at most one in so many pages is fenced for being saved
+HINT = "kv_"  # how names in a request's metadata begin that are for connectors
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +45,7 @@ class Load:
     deadline: float
     probes: dict[str, Connector] = field(default_factory=dict)  # open ones by transfer id
     source: Connector | None = None  # who has the most of it
+    found: str = ""  # the probe by which it found it
     upto: int = 0  # tokens that it has
     stand_in: Request | None = None
     first: int = 0  # pages that were cached here when the transfer began
@@ -54,10 +55,10 @@ class Load:
 
 @dataclass(slots=True, eq=False)
 class Chain:
-    """The keys of a request's pages, and how many of them the sinks were given."""
+    """The keys of a request's pages, and how many of them each sink was given."""
 
     keys: list[bytes] = field(default_factory=list)
-    saved: int = 0
+    saved: dict[Connector, int] = field(default_factory=dict)
 
 
 class Exchange:
@@ -74,13 +75,13 @@ class Exchange:
         self._loads: dict[Request, Load] = {}  # of requests that are parked for it
         self._probing: dict[str, Load] = {}
         self._loading: dict[str, Load] = {}
-        self._saving: dict[str, int] = {}  # transfer id -> pages
+        self._saving: dict[str, tuple[Connector, int]] = {}  # transfer id -> for whom, and how many pages
         self._chains: dict[Request, Chain] = {}
         self._names = 0
         self.evicted = 0
 
     def __len__(self) -> int:
-        return len(self._book) + len(self._loads)
+        return len(self._book) + len(self._loads) + self._book.unsaid
 
     def register(self, executor: Executor) -> None:
         """Show the connectors where KV memory lies. Raises ``ConfigError`` where the executor has none to show."""
@@ -93,14 +94,29 @@ class Exchange:
                     "reach its memory"
                 )
             connector.register(layout)
+        if connectors:
+            self._core.describe_also(
+                connectors={self._core.hooks.name(one): dict(one.describe()) for one in connectors}
+            )
+
+    def stats(self) -> dict[str, int | float]:
+        """The connectors' own numbers."""
+        return {
+            f"connector_{self._core.hooks.name(one)}_{name}": value
+            for one in dict.fromkeys([*self._sources, *self._sinks])
+            for name, value in one.stats().items()
+        }
 
     def drain(self) -> bool:
-        """Wait for what is open, for as long as a request would be kept waiting. True if nothing is open then."""
+        """Wait for what is open, for as long as a request would be kept waiting. True if nothing is open then.
+
+        What goes out may stay open: its pages are fenced and its keys name the weights that computed it.
+        """
         until = time.monotonic() + max((source.patience for source in self._sources), default=PATIENCE)
-        while self and time.monotonic() < until:
+        while len(self) > len(self._saving) and time.monotonic() < until:
             self.move()
             time.sleep(REST)
-        return not self
+        return len(self) <= len(self._saving)
 
     def reset(self) -> None:
         """The keys of all content have changed. Mutates."""
@@ -127,12 +143,14 @@ class Exchange:
         pages = (request.num_tokens - 1) // size
         keys = page_digests(request.namespace, request.packed_tokens(0, pages * size), size)
         patience = max(source.patience for source in self._sources)
+        hints = _hints(request)
         load = self._loads[request] = Load(request, keys, core.roster.now() + patience)
         for source in self._sources:
             name = self._name(request)
             load.probes[name] = source
             self._probing[name] = load
-            self._book.ask(Transfer(name, "probe", request.id, keys=tuple(keys), to=core.hooks.name(source)))
+            to = core.hooks.name(source)
+            self._book.ask(Transfer(name, "probe", request.id, keys=tuple(keys), to=to, hints=hints))
 
     def forget(self, request: Request) -> None:
         """The request ended: nobody waits for what comes in for it. Mutates."""
@@ -144,7 +162,7 @@ class Exchange:
     def move(self) -> None:
         """Once a step, before it is planned: tell the connectors, and do what their answers ask for. Mutates."""
         core, book = self._core, self._book
-        if not (book or self._loads):
+        if not self:
             return
         now = core.roster.now()
         for load in [load for load in self._loads.values() if now > load.deadline]:
@@ -182,16 +200,29 @@ class Exchange:
         source = load.probes.pop(name)
         size = self._core.limits.page_size
         tokens = min(event.tokens // size, len(load.keys)) * size if event.kind == "found" else 0
+        if event.kind == "failed" and load.awaited:
+            self._core.counters.failed_loads += 1
+            log.warning("request %s: its prefix could not be looked up: %s", load.request.id, event.reason)
         if tokens > load.upto:
-            load.source, load.upto = source, tokens
-        if load.probes or not load.awaited:
+            self._unwanted(load)
+            load.source, load.upto, load.found = source, tokens, name
+        elif event.kind == "found":
+            self._unwanted(Load(load.request, [], 0.0, source=source, found=name))
+        if load.probes:
             return
-        if load.source is not None:
+        if load.source is not None and load.awaited:
             here = self._core.kv.match(load.request).tokens
             if load.upto - here >= max(size, load.source.min_tokens):
                 self._begin(load)
                 return
+        self._unwanted(load)
         self._ready(load)
+
+    def _unwanted(self, load: Load) -> None:
+        """What was found for it will not be loaded: whoever holds it for us is told. Mutates."""
+        if load.source is not None and load.source.holds and load.found:
+            self._book.decline(load.found, load.request.id, self._core.hooks.name(load.source))
+        load.found = ""
 
     def _begin(self, load: Load) -> None:
         """Take pages for what is missing here, and have it loaded; tried again where there are none now."""
@@ -217,7 +248,9 @@ class Exchange:
         load.stand_in, load.pull = stand_in, self._name(request)
         self._loading[load.pull] = load
         keys = tuple(load.keys[load.first : load.upto // size])
-        self.ask(Transfer(load.pull, "pull", request.id, tuple(taken), keys, to=core.hooks.name(source)))
+        load.found = ""
+        to = core.hooks.name(source)
+        self.ask(Transfer(load.pull, "pull", request.id, tuple(taken), keys, to=to, hints=_hints(request)))
 
     def _landed(self, load: Load, wish: Transfer, event: TransferEvent) -> None:
         """Publish what arrived, up to the first bad page, and let go of it."""
@@ -246,6 +279,7 @@ class Exchange:
         for name in list(load.probes):
             if self._book.cancel(name):
                 del self._probing[name], load.probes[name]
+        self._unwanted(load)
         if load.pull and load.pull in self._book and self._book.cancel(load.pull):
             assert load.stand_in is not None
             self._core.kv.release(load.stand_in, keep=0)
@@ -270,25 +304,32 @@ class Exchange:
                 self._save(request)
 
     def _save(self, request: Request) -> None:
+        """Hand on the whole pages that each sink has not been given yet, as far as its share of the pool goes."""
         core, size = self._core, self._core.limits.page_size
         full = min(request.computed, request.num_tokens) // size
         chain = self._chains.setdefault(request, Chain())
-        first = chain.saved
-        if full <= first:
-            return
-        if sum(self._saving.values()) + (full - first) * len(self._sinks) > core.pool.num_pages // SAVING_SHARE:
-            core.counters.unsaved_pages += full - first
-            return
-        known = len(chain.keys)
+        for sink in self._sinks:
+            first = chain.saved.get(sink, 0)
+            if full <= first:
+                continue
+            fenced = sum(pages for other, pages in self._saving.values() if other is sink)
+            if fenced + full - first > core.pool.num_pages * sink.saving_share:
+                core.counters.unsaved_pages += full - first
+                continue
+            self._extend(chain, request, full)
+            name = self._name(request)
+            self._saving[name] = sink, full - first
+            pages, keys = tuple(request.pages[first:full]), tuple(chain.keys[first:full])
+            to = core.hooks.name(sink)
+            self._book.ask(Transfer(name, "push", request.id, pages, keys, to=to, hints=_hints(request)))
+            chain.saved[sink] = full
+
+    def _extend(self, chain: Chain, request: Request, full: int) -> None:
+        """Know the keys of the request's first ``full`` pages."""
+        known, size = len(chain.keys), self._core.limits.page_size
         if known < full:
             parent = chain.keys[-1] if known else request.namespace
             chain.keys += page_digests(parent, request.packed_tokens(known * size, full * size), size)
-        for sink in self._sinks:
-            name = self._name(request)
-            self._saving[name] = full - first
-            pages, keys = tuple(request.pages[first:full]), tuple(chain.keys[first:full])
-            self._book.ask(Transfer(name, "push", request.id, pages, keys, to=core.hooks.name(sink)))
-        chain.saved = full
 
     def _name(self, request: Request) -> str:
         self._names += 1
@@ -299,3 +340,8 @@ def _good(pages: Sequence[int], failed: Sequence[int]) -> int:
     """Pages before the first bad one; none where it is not said which are bad."""
     bad = set(failed)
     return next((at for at, page in enumerate(pages) if page in bad), 0)
+
+
+def _hints(request: Request) -> dict[str, Any]:
+    """What its metadata says to connectors."""
+    return {name: value for name, value in request.metadata.items() if str(name).startswith(HINT)}

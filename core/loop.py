@@ -437,6 +437,7 @@ class EngineCore:
             "pages_pinned": numbers.pinned,
             **self.counters.flat(),
             **{f"scheduler_{name}": value for name, value in self.scheduler.stats().items()},
+            **self.exchange.stats(),
             **self.hooks.stats(),
         }
 
@@ -473,8 +474,8 @@ class EngineCore:
         """Count steps that moved nothing although there was work; after a few, end one request rather than hang."""
         requests, dropped = outcome.plan.requests, outcome.dropped
         moved = len(dropped) < len(requests) or any(requests[row].finished for row in dropped)
-        if moved or not (self.running or len(self.waiting)):
-            self._idle_plans = 0
+        if moved or self.pool.num_fenced or not (self.running or len(self.waiting)):
+            self._idle_plans = 0  # also where pages are still fenced for a transfer: they come back when it ends
             return
         self._idle_plans += 1
         if self._idle_plans <= IDLE_PLANS_BEFORE_OVERRIDE + IDLE_PLANS_BEFORE_FAILING:

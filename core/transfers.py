@@ -20,6 +20,11 @@ class TransferBook:
     def __len__(self) -> int:
         return len(self._open)
 
+    @property
+    def unsaid(self) -> int:
+        """Cancels that the connectors have not been told of yet."""
+        return sum(wish.kind == "cancel" for _, wish in self._wishes)
+
     def __contains__(self, name: str) -> bool:
         return name in self._open
 
@@ -48,6 +53,10 @@ class TransferBook:
         wish = self._open[name]
         self._wishes.append((0, Transfer(f"cancel {name}", "cancel", wish.request_id, to=wish.to, of=name)))
         return False
+
+    def decline(self, name: str, request_id: str, to: str) -> None:
+        """What the ended probe ``name`` has found is not wanted: say so to whoever holds it. Mutates."""
+        self._wishes.append((0, Transfer(f"cancel {name}", "cancel", request_id, to=to, of=name)))
 
     def take_wishes(self, landed: int) -> list[Transfer]:
         """What was asked for since the last call, as far as it may begin when all steps up to ``landed`` have landed.

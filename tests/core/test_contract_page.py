@@ -311,7 +311,7 @@ def moved():
 
 
 def pages_of_examples():
-    for name in ("Scheduler", "Attention", "Frontend"):
+    for name in ("Connector", "Scheduler", "Attention", "Frontend"):
         exec(compile(example(name), name, "exec"), {"__name__": "example"})
 
 
