@@ -83,6 +83,16 @@ def test_every_role_has_a_template_and_a_suite():
     assert set(CODE) == set(ROLES) == set(SUITES)
 
 
+def test_a_new_plugin_does_not_slow_the_list_down(tmp_path):
+    for role in CODE:
+        write(f"my-{role}", role, tmp_path)
+    code = "import sys; " + "".join(
+        f"sys.path.append({str(tmp_path / f'my-{role}')!r}); import my_{role}; " for role in CODE
+    )
+    heavy = "print([m for m in ('torch', 'transformers', 'fastapi', 'uvicorn') if m in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code + heavy], text=True).strip() == "[]"
+
+
 @pytest.mark.parametrize(
     ("name", "role", "words"),
     [
