@@ -9,20 +9,19 @@ import pytest
 
 import engine
 import engine.core
-import engine.core.errors
 import engine.testing
 from engine.cli.plugin_templates import CODE
 from engine.core.protocols import ROLES
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 REFERENCE = "\n".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.rst")))
-NAMED = {path.rpartition(".")[2] for path in re.findall(r"^\.\. (?:auto\w+|py:data):: (\S+)", REFERENCE, re.MULTILINE)}
 
 
 @pytest.mark.parametrize("package", [engine, engine.core, engine.testing], ids=lambda package: package.__name__)
 def test_every_public_name_is_in_the_reference(package):
+    """Most have their places; a page of each package takes up the rest, so a new name cannot be forgotten."""
     assert "automodule:: engine.core.errors" in REFERENCE
-    assert set(package.__all__) - set(vars(engine.core.errors)) <= NAMED
+    assert f".. others:: {package.__name__}\n" in REFERENCE
 
 
 def test_the_built_in_plugins_of_every_role_are_in_the_reference():
