@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from engine.core.hooks import HookBus
 from engine.core.pages import PagePool
@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 
 ORDER_WINDOW = 4096
 NO_MATCH = Match(0, (), 0)
+
+
+class Tally(Protocol):
+    """Who counts evictions."""
+
+    evicted: int
 
 
 class Arbiter:
@@ -84,8 +90,11 @@ class Arbiter:
         remaining: Sequence[Candidate] = pool.candidates()
         return remaining[0].request if remaining else None
 
-    def free_up(self, count: int, step: Step) -> bool:
-        """Make ``count`` pages free, evicting idle content; False, with nothing evicted, where they cannot be had."""
+    def free_up(self, count: int, step: Tally) -> bool:
+        """Make ``count`` pages free, evicting idle content; False, with nothing evicted, where they cannot be had.
+
+        Mutates; counts what it evicts in ``step.evicted``.
+        """
         if count <= self._pool.num_free:
             return True
         if count > self._kv.available():

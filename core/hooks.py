@@ -13,6 +13,7 @@ from typing import Any
 import pluggy
 
 from engine.core import answers
+from engine.core.capabilities import role_of
 from engine.core.containment import (
     ASK_SECONDS,
     FAULT_LIMIT,
@@ -22,7 +23,6 @@ from engine.core.containment import (
     PluginFaults,
     Record,
     RoleImpl,
-    diagnosed,
 )
 from engine.core.contract import CONTRACT, HOOKS, Contract
 from engine.core.errors import InvariantViolation, PluginError
@@ -58,11 +58,11 @@ class HookBus:
         pool: PagePool | None = None,
         watch: RequestWatch | None = None,
         ask_seconds: float | Mapping[str, float] = ASK_SECONDS,
-        contract: Contract = CONTRACT,
+        contract: Contract | None = None,
     ) -> None:
         members = list(plugins)
         self._pool = pool
-        self._contract = contract
+        self._contract = contract = CONTRACT if contract is None else contract
         self._seconds = ask_seconds if isinstance(ask_seconds, Mapping) else dict.fromkeys(HOOKS, ask_seconds)
         self._watch = watch
         self.lost: tuple[Transfer, ...] = ()
@@ -108,6 +108,10 @@ class HookBus:
         return tuple(impl for _, _, impl in sorted(found, key=lambda item: item[:2]))
 
     # ---- to look at
+
+    def name(self, plugin: Plugin) -> str:
+        """What a plugin is called here: its name, with a number where it is the second of that name."""
+        return self._records[id(plugin)].name
 
     def faults(self) -> list[PluginFaults]:
         """Every contained plugin that had a fault, in the order of the configuration."""
@@ -188,23 +192,27 @@ class HookBus:
         return self._connected and not self._transfer
 
     def ask_transfer(self, transfers: Sequence[Transfer]) -> list[TransferEvent]:
-        """Events of all connectors. ``lost`` then holds the wishes that nobody took: all of them were at fault."""
+        """Events of all connectors; each is shown what is for it. ``lost`` then holds the wishes that nobody took."""
         events: list[TransferEvent] = []
-        heard = not self._transfer
+        heard: set[str] = set()
         for impl in self._transfer:
             before = impl.record.kinds.total()
-            events.extend(impl.ask(answers.transfer_kv, transfers) or ())
-            heard = heard or impl.record.kinds.total() == before
-        self.lost = () if heard else tuple(transfers)
+            mine = [wish for wish in transfers if wish.to in ("", impl.record.name)]
+            events.extend(impl.ask(answers.transfer_kv, mine) or ())
+            if impl.record.kinds.total() == before:
+                heard.update(wish.id for wish in mine)
+        self.lost = tuple(wish for wish in transfers if wish.id not in heard) if self._transfer else ()
         return events
 
 
 def _named(members: Sequence[Plugin]) -> list[tuple[Plugin, str]]:
-    """Each plugin with its name; the second of one name is ``name#2``."""
+    """Each plugin with its name, those of a role with the role's before it; the second of one name is ``name#2``."""
     seen: dict[str, int] = {}
     named = []
     for plugin in members:
         name = plugin.name or type(plugin).__name__
+        if not isinstance(plugin, Policy | Connector):
+            name = f"{role_of(plugin)} {name}"
         seen[name] = seen.get(name, 0) + 1
         named.append((plugin, name if seen[name] == 1 else f"{name}#{seen[name]}"))
     return named
@@ -224,4 +232,4 @@ def _registered(members: Sequence[Plugin], contract: Contract) -> pluggy.PluginM
     return manager
 
 
-__all__ = ["FAULT_LIMIT", "HOOKS", "HookBus", "diagnosed"]
+__all__ = ["FAULT_LIMIT", "HOOKS", "HookBus"]

@@ -11,8 +11,9 @@ from typing import Any
 from engine.core import answers, audit, recovery, weights
 from engine.core.arbiter import Arbiter
 from engine.core.capabilities import label
-from engine.core.containment import ASK_SECONDS, diagnosed, started
+from engine.core.containment import ASK_SECONDS, Naming, started
 from engine.core.errors import EngineDead, EngineError, ExecutionError, InvariantViolation, QueueFull
+from engine.core.exchange import KV, REST, Exchange
 from engine.core.explain import explain
 from engine.core.flight import Flight
 from engine.core.hooks import HookBus
@@ -27,7 +28,6 @@ from engine.core.results import finish as end_request
 from engine.core.roster import Roster
 from engine.core.stats import Counters, StepStats, step_stats
 from engine.core.step import Step
-from engine.core.transfers import TransferBook
 from engine.core.watch import RequestWatch
 from engine.core.weights import WhileRunning
 
@@ -71,6 +71,7 @@ class EngineCore:
         members = [scheduler, kv, *connectors, *policies]
         self.hooks = HookBus(members, pool=self.pool, watch=watch, ask_seconds=ask_seconds)
         self._plugins = [executor, kv, scheduler, *connectors, *policies]
+        self._naming = Naming(self._plugins)
         self._audit = audit_every_step
         self._description = dict(description or {})
         self.flight = Flight(overlap=overlap)
@@ -83,11 +84,12 @@ class EngineCore:
         self.weights_epoch = 0
         self._outbox: list[Delta] = []
         self.arbiter = Arbiter(self.roster, kv, self.pool, self.hooks)
-        self._transfers = TransferBook(self.pool)
+        self.exchange = Exchange(self, connectors)
         self._results = ResultApplier(limits, kv, self.counters, overlap=overlap)
         context = Context(limits=limits, pool=self.pool, model=model)
         for plugin in self._plugins:
             started(plugin, context)
+        self.exchange.register(executor)
         self.waiting.keep_sorted_by(scheduler.queue_key())
 
     # ---- requests
@@ -134,6 +136,7 @@ class EngineCore:
             EngineDead: the engine was closed.
         """
         self._check_open()
+        looks_up = self.exchange.wants(len(tokens), read_cache=read_cache)
         create = partial(
             self.roster.create,
             tokens,
@@ -145,12 +148,13 @@ class EngineCore:
             arrival=arrival,
             read_cache=read_cache,
             metadata=metadata,
-            parked_on=parked_on,
+            parked_on=[*parked_on, KV] if looks_up else parked_on,
         )
         try:
             request = create()
         except QueueFull:
-            displaced = self.scheduler.displace(self.waiting, priority)
+            with self._naming:
+                displaced = self.scheduler.displace(self.waiting, priority)
             if displaced is None or displaced.state is not State.WAITING:
                 raise
             self._end_now(displaced, Finish.ABORT, "the queue is full and a more urgent request came")
@@ -158,6 +162,8 @@ class EngineCore:
         request.salt = salt
         if self.weights_epoch:  # the roster knows the model as it was loaded
             weights.sign(request, self.model)
+        if looks_up:
+            self.exchange.look_up(request)
         self.counters.accepted += 1
         self.counters.prompt_tokens += request.num_prompt
         return request
@@ -179,14 +185,16 @@ class EngineCore:
         self._end_now(request, Finish.ERROR, detail)
 
     def _end_now(self, request: Request, finish: Finish, detail: str | None) -> None:
-        self.roster.withdraw(request)
-        end_request(request, finish, detail, self.counters)
-        self.scheduler.on_end(request)
-        self._let_go(request)
-        self._outbox.append(delta(request, ()))
+        with self._naming:
+            self.roster.withdraw(request)
+            end_request(request, finish, detail, self.counters)
+            self.scheduler.on_end(request)
+            self._let_go(request)
+            self._outbox.append(delta(request, ()))
 
     def _let_go(self, request: Request) -> None:
         """Return all that a finished request holds. Content that was computed may stay cached."""
+        self.exchange.forget(request)
         self.kv.release(request, keep=min(request.computed, request.num_tokens))
         request.pages = []
         request.planned = request.computed
@@ -200,7 +208,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether ``step`` has something to do. Parked requests alone are no work."""
-        return bool(self.running or len(self.waiting) or self._outbox or self._transfers or len(self.flight))
+        return bool(self.running or len(self.waiting) or self._outbox or self.exchange or len(self.flight))
 
     def step(self) -> list[Delta]:
         """Plan, execute, commit; returns what is new for each request. A failing executor fails its plan's requests.
@@ -216,24 +224,23 @@ class EngineCore:
         if self._broken is not None:
             raise ExecutionError(f"the executor cannot go on: {self._broken}")
         try:
-            return self._step()
-        except Exception as error:
-            raise self._named(error) from error
+            with self._naming:
+                return self._step()
+        except Exception:
+            raise
         except BaseException:  # Ctrl-C in a notebook: the engine is to be used again
             self._pipeline.abandon()
             self._broken = recovery.interrupted(self)
             raise
 
-    def _named(self, error: Exception) -> Exception:
-        """The error in the name of the plugin whose code it came from."""
-        return diagnosed(error, self._plugins)
-
     def _step(self) -> list[Delta]:
-        self._move()
+        self.exchange.move()
         before = self.flight.oldest
         plan = self.plan()
         if plan:
             self._pipeline.launch(plan)
+        elif self.exchange and before is None:
+            time.sleep(REST)  # there is nothing to do but to wait for a connector
         if before is not None:
             self._complete(before)
         if self.flight.oldest is plan and not (plan and self.flight.overlap):
@@ -307,6 +314,7 @@ class EngineCore:
             self.roster.sweep(outcome.finished)
         finished = outcome.finished  # whoever is told may change what it is shown
         self.hooks.tell_commit(outcome)
+        self.exchange.committed(plan, finished)
         for request in finished:
             self._let_go(request)
         if self._audit:
@@ -369,7 +377,7 @@ class EngineCore:
             ConfigError, ModelError: as the executor says; nothing was changed.
         """
         self._check_open()
-        if self._transfers:
+        if not self.exchange.drain():
             raise EngineError("KV of the old weights is being transferred: the weights cannot be replaced now")
         if not self.flight.overlap:
             self.flight.check_room()
@@ -391,6 +399,7 @@ class EngineCore:
         """The model computes other KV from now on: forget all there is. Those that run start again, output kept."""
         self.model = weights.renamed(self, fingerprint)
         self.weights_epoch += 1
+        self.exchange.reset()
         if "model" in self._description:
             self._description["model"] = {**self._description["model"], "fingerprint": fingerprint}
         for plugin in self._plugins:
@@ -402,18 +411,7 @@ class EngineCore:
 
     def transfer(self, wish: Transfer) -> None:
         """Ask the connectors to move KV; the pages stay fenced until an event ends the transfer."""
-        self._transfers.ask(wish)
-
-    def _move(self) -> None:
-        if not self._transfers:
-            return
-        events = self.hooks.ask_transfer(self._transfers.take_wishes())
-        ended, stray = self._transfers.settle(events)
-        self.counters.stray_events += stray
-        if self.hooks.lost or self.hooks.deaf:
-            ended += self._transfers.abandon(None if self.hooks.deaf else self.hooks.lost)
-        for wish in ended:
-            self.ready(wish.request_id, f"transfer {wish.id}")
+        self.exchange.ask(wish)
 
     # ---- to look at
 
@@ -446,6 +444,10 @@ class EngineCore:
         """What was chosen and how large it is; who is asked what, in which order; who was at fault so far."""
         faults = [fault._asdict() for fault in self.hooks.faults()]
         return {**self._description, "hooks": self.hooks.asked(), "faults": faults}
+
+    def describe_also(self, **more: Any) -> None:
+        """Add to the description. Mutates."""
+        self._description.update(more)
 
     def check(self) -> None:
         """Audit every invariant of requests, plans and pages. Raises ``InvariantViolation``."""

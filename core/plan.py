@@ -179,18 +179,29 @@ TransferKind = Literal["probe", "pull", "push", "cancel"]
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A wish to move KV. ``pages`` stay fenced (neither reused nor evicted) until an event ends the transfer."""
+    """A wish to move KV. ``pages`` stay fenced (neither reused nor evicted) until an event ends the transfer.
+
+    ``probe``: how long a prefix of ``keys`` is there? Ends with ``found`` or ``failed``. ``pull``: fill ``pages`` with
+    what is under ``keys``, one a page. ``push``: keep ``pages`` under ``keys``. Both end with ``done`` or ``failed``.
+    ``cancel``: nobody waits any more for the transfer ``of``. A cancel is not answered; it may hasten that transfer's
+    end, which is still to be told: not before the pages are safe from it.
+    """
 
     id: str
     kind: TransferKind
     request_id: str
     pages: tuple[int, ...] = ()
     keys: tuple[bytes, ...] = ()
+    to: str = ""  # the connector that it is for; empty: all of them
+    of: str = ""  # of a cancel: the transfer's id
 
 
 @dataclass(frozen=True, slots=True)
 class TransferEvent:
-    """What became of a transfer: ``found`` (tokens available elsewhere), ``done``, or ``failed`` with a reason."""
+    """What became of a transfer: ``found`` (tokens available elsewhere), ``done``, or ``failed`` with a reason.
+
+    ``failed_pages`` of a pull are those that were not filled; the pages before the first of them are used. Empty: all.
+    """
 
     transfer_id: str
     kind: Literal["found", "done", "failed"]

@@ -23,6 +23,7 @@ from engine.core.request import Request
 from engine.core.values import from_text
 
 if TYPE_CHECKING:
+    from engine.core.memory import KVLayout
     from engine.core.step import Step
 
 PublishWhen = Literal["planned", "committed", "prefilled"]
@@ -134,7 +135,25 @@ class Policy(Plugin):
 
 
 class Connector(Plugin):
-    """Moves KV between engines and tiers: answers ``transfer_kv``."""
+    """Moves KV between engines and tiers: answers ``transfer_kv``, at once: the work is done in threads of its own.
+
+    Class attributes:
+        loads: it may have content to give: ``probe`` and ``pull`` transfers are for it.
+        saves: it keeps content: ``push`` transfers are for it.
+        patience: seconds from a request's arrival for which it may be kept waiting for what comes in.
+        min_tokens: fewer than so many tokens more than are cached here are not worth a transfer.
+    """
+
+    loads: bool = False
+    saves: bool = False
+    patience: float = 5.0
+    min_tokens: int = 0
+
+    def register(self, layout: KVLayout) -> None:
+        """Where KV memory lies. Called once, after ``start``, of a connector that loads or saves.
+
+        The memory stays where it is until ``close``. Raise ``ConfigError`` where it cannot be worked with.
+        """
 
 
 class Scheduler(Plugin, ABC):
@@ -371,6 +390,10 @@ class Executor(Plugin, ABC):
         """
         raise ConfigError(f"executor {self.name} cannot change its weights")
 
+    def kv_layout(self) -> KVLayout | None:
+        """Its KV memory, for connectors; ``None`` where nobody else can reach it. Called after ``allocate``."""
+        return None
+
     def forget(self, request: Request) -> None:
         """The request ended; drop per-request state. Called at most once a request."""
 
@@ -405,7 +428,16 @@ class Frontend(Plugin, ABC):
 
     @abstractmethod
     def serve(self, engine: Any, *, host: str, port: int, api_key: str | None = None) -> int:
-        """Serve until stopped; ``engine`` is an ``AsyncEngine``. Returns the process's exit code."""
+        """Serve until SIGINT or SIGTERM; ``engine`` is an ``AsyncEngine``. Returns the process's exit code: 0 if the
+        engine is well then. Leaves no thread and no socket behind.
+
+        Args:
+            port: 0 takes any free one.
+            api_key: what clients must send; ``None``: anybody may ask.
+
+        Raises:
+            ConfigError: it cannot listen there.
+        """
 
     def app(self, engine: Any, *, api_key: str | None = None) -> Any:
         """The same as an ASGI application, for a host that serves it: no socket, no signals, no lifespan of its own.

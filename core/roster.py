@@ -77,7 +77,7 @@ class Roster:
             self._enter(request)
         return request
 
-    def ready(self, request_id: str, what: str) -> None:
+    def ready(self, request_id: str, what: str, *, front: bool = False) -> None:
         """``what`` a parked request waited for is there; when nothing is missing it joins the queue. Idempotent."""
         request = self.parked.get(request_id)
         if request is None:
@@ -86,7 +86,7 @@ class Roster:
         if not request.parked_on:
             del self.parked[request_id]
             request.state = State.WAITING
-            self._enter(request)
+            self._enter(request, front=front)
 
     def start(self, request: Request) -> None:
         """From the queue to those that run. Mutates."""

@@ -65,6 +65,11 @@ class Counters:
     preemptions: int = 0
     evicted_pages: int = 0
     late_results: int = 0
+    loaded_tokens: int = 0  # that came from connectors
+    failed_loads: int = 0  # loads of which a part or all did not come
+    late_loads: int = 0  # look-ups and loads that were not waited for any longer
+    unsaved_pages: int = 0  # not handed to connectors, which had enough to save
+    failed_saves: int = 0
     stray_events: int = 0
     failed_steps: int = 0
     finished: dict[str, int] = field(default_factory=lambda: {f"finished_{reason.value}": 0 for reason in Finish})

@@ -15,22 +15,47 @@ class TransferBook:
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
         self._open: dict[str, Transfer] = {}
-        self._wishes: list[Transfer] = []
+        self._wishes: list[tuple[int, Transfer]] = []  # and the number of the step that must have landed before
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def ask(self, wish: Transfer) -> None:
-        """Open a transfer and fence its pages. Mutates. Raises ``EngineError`` where the id is open already."""
+    def __contains__(self, name: str) -> bool:
+        return name in self._open
+
+    def ask(self, wish: Transfer, after: int = 0) -> None:
+        """Open a transfer and fence its pages. Mutates. Raises ``EngineError`` where the id is open already.
+
+        Args:
+            after: tell the connectors once this step has landed: until then it may write to the pages.
+        """
         if wish.id in self._open:
             raise EngineError(f"transfer {wish.id!r} is open already")
         self._pool.fence(wish.pages)
         self._open[wish.id] = wish
-        self._wishes.append(wish)
+        self._wishes.append((after, wish))
 
-    def take_wishes(self) -> list[Transfer]:
-        """What was asked for since the last call. Mutates."""
-        wishes, self._wishes = self._wishes, []
+    def cancel(self, name: str) -> bool:
+        """Tell the connectors that nobody waits for it any more; it stays open until they end it. Mutates.
+
+        True where they have not been told of it yet: then it has ended here.
+        """
+        for place, (_, wish) in enumerate(self._wishes):
+            if wish.id == name:
+                del self._wishes[place]
+                self._pool.unfence(self._open.pop(name).pages)
+                return True
+        wish = self._open[name]
+        self._wishes.append((0, Transfer(f"cancel {name}", "cancel", wish.request_id, to=wish.to, of=name)))
+        return False
+
+    def take_wishes(self, landed: int) -> list[Transfer]:
+        """What was asked for since the last call, as far as it may begin when all steps up to ``landed`` have landed.
+
+        Mutates.
+        """
+        wishes = [wish for after, wish in self._wishes if after <= landed]
+        self._wishes = [(after, wish) for after, wish in self._wishes if after > landed]
         return wishes
 
     def abandon(self, wishes: Iterable[Transfer] | None) -> list[Transfer]:
@@ -41,12 +66,13 @@ class TransferBook:
         names = list(self._open) if wishes is None else [wish.id for wish in wishes]
         return [self._open.pop(name) for name in names if name in self._open]
 
-    def settle(self, events: Iterable[TransferEvent]) -> tuple[list[Transfer], int]:
+    def settle(self, events: Iterable[TransferEvent]) -> tuple[list[tuple[Transfer, TransferEvent]], int]:
         """Close what the events end and lift the fences. Mutates.
 
-        Returns the transfers that ended, and how many events named none that is open (late, repeated, unknown).
+        Returns the transfers that ended, each with the event that ended it, and how many events named none that is open
+        (late, repeated, unknown).
         """
-        ended: list[Transfer] = []
+        ended: list[tuple[Transfer, TransferEvent]] = []
         stray = 0
         for event in events:
             wish = self._open.pop(event.transfer_id, None)
@@ -54,5 +80,5 @@ class TransferBook:
                 stray += 1
                 continue
             self._pool.unfence(wish.pages)
-            ended.append(wish)
+            ended.append((wish, event))
         return ended, stray

@@ -23,14 +23,14 @@ ROLLOUTS, LENGTH = 48, 8
 def untrained(folder: Path) -> LlamaForCausalLM:
     """The trainer's model, which is also saved where the engine can load it."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    policy = LlamaForCausalLM(
-        LlamaConfig(vocab_size=len(WORDS), max_position_embeddings=64, eos_token_id=None, **sizes)
-    )
+    config = LlamaConfig(
+        vocab_size=len(WORDS), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64, eos_token_id=None,
+    )  # fmt: skip
+    policy = LlamaForCausalLM(config)
     policy.save_pretrained(folder)
-    Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)})).save(
-        str(folder / "tokenizer.json")
-    )
+    vocabulary = {word: number for number, word in enumerate(WORDS)}
+    Tokenizer(models.WordLevel(vocabulary)).save(str(folder / "tokenizer.json"))
     return policy
 
 
@@ -47,7 +47,7 @@ def log_likelihood(policy: LlamaForCausalLM, rollouts: list[tuple[int, ...]]) ->
 
 
 def train(llm: LLM, policy: LlamaForCausalLM, steps: int) -> list[float]:
-    """The mean reward of each step's rollouts, all of which the engine generates with the weights of the step before."""
+    """The mean reward of each step's rollouts, which the engine generates with the weights of the step before."""
     optimizer = torch.optim.Adam(policy.parameters(), lr=0.02)
     means: list[float] = []
     for step in range(steps):

@@ -19,9 +19,9 @@ def main() -> dict[str, list[str]]:
     with one, other:
         open_streams = {name: [llm.stream(prompt, GREEDY) for prompt in PROMPTS] for name, llm in engines.items()}
         texts = {name: [""] * len(PROMPTS) for name in engines}
-        working = True
-        while working:
-            working = any([llm.step() for llm in engines.values()])  # a list, so that both step
+        working = [True]
+        while any(working):
+            working = [llm.step() for llm in engines.values()]
             for name, streams in open_streams.items():
                 for number, stream in enumerate(streams):
                     if (chunk := stream.poll()) is not None:

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from engine import LLM, AsyncEngine, ConfigError, EngineConfig, EngineError, ModelError, SamplingParams
-from engine.core import ModelInfo, Policy
+from engine.core import ModelInfo, Policy, Transfer
 from engine.core.replay import own
-from engine.testing import make_core
+from engine.testing import FaultyConnector, make_core
 
 Folders = dict[str, Path]
 Weights = dict[str, dict[str, Any]]
@@ -134,6 +134,8 @@ def test_recompute_goes_on_after_the_text_there_is(
             sum((chunk.token_ids for chunk in stream), start) for stream, start in zip(streams, before, strict=True)
         ]
         llm.core.check()
+        again = llm.generate([[*PROMPT, 1, *texts[0]]], GREEDY)[0]
+        assert again.cached_tokens == 52  # what the new weights computed is known by its new name
     with LLM(model=str(tiny["old"]), **SIZE) as llm:
         olds = [text(llm, [*PROMPT, last], LONG) for last in (1, 2, 3)]
     with LLM(model=str(tiny["new"]), **SIZE) as llm:
@@ -251,6 +253,16 @@ def test_the_simulated_model_has_weights_too() -> None:
         with pytest.raises(ModelError, match="plain values"):
             llm.update_weights({"step": object()})
         assert text(llm) == two.token_ids
+
+
+def test_not_while_kv_is_on_its_way() -> None:
+    with LLM(executor="sim") as plain:
+        connector = FaultyConnector(deaf=True)
+        core = make_core(executor=plain.core.executor, connectors=[connector])
+        core.transfer(Transfer("t", "pull", "r"))
+        with pytest.raises(EngineError, match="KV of the old weights is being transferred"):
+            core.update_weights({"step": 1})
+        core.close()
 
 
 def test_plugins_are_told() -> None:

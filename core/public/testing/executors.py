@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from hashlib import blake2b
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from engine.core.continuation import Continuations, Row
 from engine.core.hookspecs import hookimpl
+from engine.core.memory import KVLayout, layout_digest
 from engine.core.plan import Outcome, Plan
 from engine.core.protocols import Executor, ModelInfo, Policy
 from engine.core.request import Request
 
+Slots = NDArray[np.int64]
 Script = Mapping[str, Sequence[int]] | Callable[[Request], int]
 
 
@@ -160,7 +166,7 @@ class ShadowExecutor(ScriptedModel):
 
     def allocate(self, num_pages: int, page_size: int) -> None:
         """Memory of ``num_pages x page_size`` slots, all unwritten."""
-        self._slots: list[list[int | None]] = [[None] * page_size for _ in range(num_pages)]
+        self._slots = np.zeros((num_pages, page_size), np.int64)  # 0: unwritten
         self._size = page_size
         self._prefixes: dict[str, list[int]] = {}
 
@@ -172,25 +178,40 @@ class ShadowExecutor(ScriptedModel):
             self._marks(request, start + count, drafts)
             for request, start, count, drafts in zip(self.known, starts, plan.counts, self.verified, strict=True)
         ]
-        rows = list(zip(plan.requests, starts, plan.counts, plan.tables, marks, strict=True))
-        for _, start, count, table, wanted in rows:
-            for at in range(start, start + count):
-                self._slots[table[at // self._size]][at % self._size] = wanted[at]
+        rows = [
+            (request, self._where(table, start + count), start, np.array(wanted[: start + count], np.int64))
+            for request, start, count, table, wanted in zip(
+                plan.requests, starts, plan.counts, plan.tables, marks, strict=True
+            )
+        ]
+        memory = self._slots.reshape(-1)
+        for _, slots, start, wanted in rows:
+            memory[slots[start:]] = wanted[start:]
         suspects: dict[int, str] = {}
-        for row, (request, start, count, table, wanted) in enumerate(rows):
-            for at in range(start + count):
-                if self._slots[table[at // self._size]][at % self._size] != wanted[at]:
-                    suspects[row] = f"step {plan.index}: {request!r} reads foreign or unwritten KV at token {at}"
-                    break
+        for row, (request, slots, _, wanted) in enumerate(rows):
+            wrong = memory[slots] != wanted
+            if wrong.any():
+                at = int(wrong.argmax())
+                suspects[row] = f"step {plan.index}: {request!r} reads foreign or unwritten KV at token {at}"
         if suspects and not plan.awaits:
             self.mismatch = next(iter(suspects.values()))
             raise KVMismatch(self.mismatch)
         self.suspects[plan.index] = suspects
         for row in {*outcome.errors, *suspects}:  # what they have written is garbage: whoever reads it must be caught
-            _, start, count, table, _ = rows[row]
-            for at in range(start, start + count):
-                self._slots[table[at // self._size]][at % self._size] = None
+            _, slots, start, _ = rows[row]
+            memory[slots[start:]] = 0
         return outcome
+
+    def _where(self, table: Sequence[int], upto: int) -> Slots:
+        """The slots of the first ``upto`` tokens."""
+        pages = np.array(table[: -(-upto // self._size)], np.int64)
+        slots: Slots = (pages[:, None] * self._size + np.arange(self._size)).reshape(-1)[:upto]
+        return slots
+
+    def kv_layout(self) -> KVLayout:
+        """The marks themselves are what connectors move."""
+        rows = self._slots.view(np.uint8).reshape(len(self._slots), -1)
+        return KVLayout((rows,), layout_digest(kind="marks", page_size=self._size))
 
     def forget(self, request: Request) -> None:
         """Drop the request's marks too."""
@@ -201,13 +222,20 @@ class ShadowExecutor(ScriptedModel):
         """A mark per position that depends on the namespace and all tokens (and drafts) up to it."""
         marks = self._prefixes.setdefault(request.id, [])
         for at in range(len(marks), min(upto, len(request.tokens))):
-            marks.append(hash((marks[-1] if marks else request.namespace, request.tokens[at])))
+            marks.append(_mark(marks[-1] if marks else request.namespace, request.tokens[at]))
         if upto <= len(request.tokens):
             return marks
         drafted = list(marks)  # drafts may be rejected: their marks are not remembered
         for draft in drafts[: upto - len(request.tokens)]:
-            drafted.append(hash((drafted[-1], draft)))
+            drafted.append(_mark(drafted[-1], draft))
         return drafted
+
+
+def _mark(before: int | bytes, token: int) -> int:
+    """Of one position, from the one before (the namespace, for the first): the same in every process, never 0."""
+    data = before if isinstance(before, bytes) else before.to_bytes(8, "little")
+    digest = blake2b(data + token.to_bytes(8, "little", signed=True), digest_size=7).digest()
+    return int.from_bytes(digest, "little") + 1
 
 
 class Witness(Policy):
