@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 ATTENTION = '''
-"""@NAME@: an attention backend over paged KV. It reads what each row owns, and nothing else."""
+"""@NAME@: an attention backend over paged KV. It reads what each row owns, and nothing else.
 
-import torch
+torch is imported where it computes: `engine plugins` imports this module only to list it.
+"""
 
 from engine.core import Attention
 
@@ -19,6 +20,8 @@ class @CLASS@(Attention):
 
     def plan_batch(self, batch):
         """Once a step, for all layers: the slots (page * page_size + offset) that each row reads and writes."""
+        import torch
+
         self._rows, written, first = [], [], 0
         for start, count, pages in zip(batch.starts, batch.counts, batch.pages):
             places = torch.arange(start + count)
@@ -37,6 +40,8 @@ class @CLASS@(Attention):
 
     def attend(self, query, k_pages, v_pages, scale):
         """The answer is new: [tokens, heads, head_dim], as the query."""
+        import torch
+
         out = torch.empty_like(query)
         share = query.shape[1] // k_pages.shape[2]  # query heads that read one KV head
         for first, last, slots, sees in self._rows:

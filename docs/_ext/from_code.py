@@ -26,9 +26,10 @@ from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from engine.cli.plugin_show import hooks_of, kind
+from engine.cli.plugin_show import hooks_of
 from engine.core import errors
 from engine.core.registry import Registry
+from engine.core.values import bounds_of, kind_of
 
 BUILT_IN = "sixhooks"
 
@@ -130,7 +131,8 @@ def table(model: type[BaseModel]) -> Iterator[str]:
     yield from ("   * - option", "     - type", "     - default", "     - meaning")
     for name, field in model.model_fields.items():
         default = "required" if field.is_required() else f"``{_plain(field.get_default(call_default_factory=True))}``"
-        yield from (f"   * - ``{name}``", f"     - {kind(field.annotation)}", f"     - {default}")
+        kind = ", ".join(filter(None, (kind_of(field.annotation), bounds_of(field))))
+        yield from (f"   * - ``{name}``", f"     - {kind}", f"     - {default}")
         yield f"     - {field.description or ''}"
     yield ""
 

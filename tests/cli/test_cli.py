@@ -29,7 +29,7 @@ def engine(*arguments: str, env: dict[str, str] | None = None, stdin: str | None
     return done.returncode, done.stdout, done.stderr
 
 
-def refused(*arguments: str, env: dict[str, str] | None = None) -> str:
+def refused(engine: Any, *arguments: str, env: dict[str, str] | None = None) -> str:
     """What standard error says of a command that must be refused: one line, no traceback."""
     code, out, err = engine(*arguments, env=env)
     assert code == 2, (out, err)
@@ -96,18 +96,22 @@ def test_plugin_options_among_the_arguments(arguments: list[str], plain: list[st
         (["sevre"], "serve"),
     ],
 )
-def test_mistakes_are_one_clear_line(arguments: list[str], words: str) -> None:
-    assert words in refused(*arguments)
+def test_mistakes_are_one_clear_line(here: Any, arguments: list[str], words: str) -> None:
+    assert words in refused(here, *arguments)
 
 
-def test_address_in_use(tmp_path: Path) -> None:
+def test_a_mistake_as_people_see_it() -> None:
+    assert "did you mean 'radix'?" in refused(engine, "serve", "--scheduler", "radixx")
+
+
+def test_address_in_use(here: Any, tmp_path: Path) -> None:
     import socket
 
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert "in use" in refused("serve", "--executor", "sim", "--port", str(port))
+        assert "in use" in refused(here, "serve", "--executor", "sim", "--port", str(port))
 
 
 def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
@@ -124,14 +128,14 @@ def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
     assert f"file {file}: max_running" in out
 
 
-def test_bad_environment_and_file_name_their_origin(tmp_path: Path) -> None:
-    assert "environment ENGINE_SHEDULER" in refused("serve", env={"ENGINE_SHEDULER": "radix"})
-    assert "api_key (environment ENGINE_API_KEY): is empty" in refused("serve", env={"ENGINE_API_KEY": ""})
+def test_bad_environment_and_file_name_their_origin(here: Any, tmp_path: Path) -> None:
+    assert "environment ENGINE_SHEDULER" in refused(here, "serve", env={"ENGINE_SHEDULER": "radix"})
+    assert "api_key (environment ENGINE_API_KEY): is empty" in refused(here, "serve", env={"ENGINE_API_KEY": ""})
     file = tmp_path / "engine.toml"
     file.write_text("max_running = 0\n")
-    assert f"max_running (file {file})" in refused("serve", "--config", str(file))
+    assert f"max_running (file {file})" in refused(here, "serve", "--config", str(file))
     file.write_text("max_running = \n")
-    assert "not valid TOML" in refused("serve", "--config", str(file))
+    assert "not valid TOML" in refused(here, "serve", "--config", str(file))
 
 
 def test_start_says_what_was_chosen() -> None:
@@ -174,14 +178,14 @@ def test_generate_streams_text_to_standard_output() -> None:
     assert engine("generate", "-", "--executor", "sim", "--raw", "--max-tokens", "6", stdin="hello there")[1] == out
 
 
-def test_generate_seed_is_the_requests_seed() -> None:
+def test_generate_seed_is_the_requests_seed(here: Any) -> None:
     ask = ("generate", "hi", "--executor", "sim", "--max-tokens", "6", "--temperature", "1")
-    one, two, three = (engine(*ask, "--seed", seed)[1] for seed in ("1", "1", "2"))
+    one, two, three = (here(*ask, "--seed", seed)[1] for seed in ("1", "1", "2"))
     assert one == two != three
 
 
-def test_plugins_as_json() -> None:
-    lines = json.loads(engine("plugins", "--json")[1])
+def test_plugins_as_json(here: Any) -> None:
+    lines = json.loads(here("plugins", "--json")[1])
     assert {line["role"] for line in lines} >= {"scheduler", "kvcache", "executor", "attention", "frontend"}
     assert {line["status"] for line in lines if line["distribution"] == "sixhooks"} == {"ok"}
     assert active(lines) == {
@@ -212,14 +216,14 @@ def test_plugins_marks_what_this_configuration_selects(tmp_path: Path) -> None:
     assert "active with this configuration" in engine("plugins")[1]
 
 
-def test_plugins_shows_what_is_selected_and_not_there() -> None:
-    code, out, err = engine("plugins", "--json", "--policy", "nobody", "--kvcache", "engine.nowhere:Cache")
+def test_plugins_shows_what_is_selected_and_not_there(here: Any) -> None:
+    code, out, err = here("plugins", "--json", "--policy", "nobody", "--kvcache", "engine.nowhere:Cache")
     assert code == 2
     broken = {line["name"]: line for line in json.loads(out) if line["status"] == "broken" and line["active"]}
     assert "unknown policy 'nobody'" in broken["nobody"]["cause"]
     assert "cannot be imported" in broken["engine.nowhere:Cache"]["cause"]
     assert "unknown policy 'nobody'" in err
-    code, out, _ = engine("plugins", "--scheduler", "engine.plugins.schedulers.radix:RadixScheduler")
+    code, out, _ = here("plugins", "--scheduler", "engine.plugins.schedulers.radix:RadixScheduler")
     assert code == 0
     assert re.search(r"RadixScheduler \* +local code", out)
 
@@ -239,12 +243,12 @@ def test_plugins_shows_what_is_broken_and_the_rest_works(tmp_path: Path) -> None
     [line] = [line for line in out.splitlines() if "broken-plugin 1.2" in line]
     assert "broken" in line
     assert "half installed" in out
-    assert "half installed" in refused("serve", "--scheduler", "broken", "--executor", "sim", env=env)
+    assert "half installed" in refused(engine, "serve", "--scheduler", "broken", "--executor", "sim", env=env)
     assert engine("generate", "hi", "--executor", "sim", "--raw", "--max-tokens", "2", env=env)[0] == 0
 
 
-def test_doctor_counts_pages_of_the_model() -> None:
-    code, out, err = engine("doctor", "--kv-memory", "100MiB")
+def test_doctor_counts_pages_of_the_model(here: Any) -> None:
+    code, out, err = here("doctor", "--kv-memory", "100MiB")
     assert code == 0, err
     assert re.search(r"^ok +torch +\d", out, re.MULTILINE)
     assert re.search(r"KV pages +\d+ pages x 16 tokens", out)
@@ -259,24 +263,24 @@ def test_doctor_counts_pages_of_the_model() -> None:
         ({}, "no usable num_attention_heads"),
     ],
 )
-def test_doctor_reads_other_models_shapes(tmp_path: Path, shape: dict[str, Any], words: str) -> None:
+def test_doctor_reads_other_models_shapes(here: Any, tmp_path: Path, shape: dict[str, Any], words: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    code, out, err = engine("doctor", "--model", str(tmp_path))
+    code, out, err = here("doctor", "--model", str(tmp_path))
     assert code == (0 if "bytes" in words else 1)
     assert words in out
     assert "Traceback" not in err
 
 
-def test_doctor_says_a_bad_option_once() -> None:
-    code, out, err = engine("doctor", "--executor.dtype", "float8")
+def test_doctor_says_a_bad_option_once(here: Any) -> None:
+    code, out, err = here("doctor", "--executor.dtype", "float8")
     assert code == 1
     assert [line.split()[1] for line in out.splitlines() if line.startswith("MISSING")] == ["executor"]
     assert "dtype" in out
     assert "not ready: executor\n" in err
 
 
-def test_doctor_names_all_that_is_missing() -> None:
-    code, out, err = engine("doctor", "--model", "./nowhere.gguf", "--scheduler", "radixx")
+def test_doctor_names_all_that_is_missing(here: Any) -> None:
+    code, out, err = here("doctor", "--model", "./nowhere.gguf", "--scheduler", "radixx")
     assert code == 1
     assert "did you mean 'radix'" in out
     assert "not ready: scheduler, model" in err

@@ -10,40 +10,23 @@ from pathlib import Path
 
 import pytest
 
-from engine.cli.app import run
 from engine.core.config import EngineConfig, flag_of, load_config, variable_of
 from engine.core.effective import Effective
 from engine.core.values import readable
 
 
-@pytest.fixture
-def engine(capsys, monkeypatch):
-    """``engine("serve", "--help", env={…})`` -> exit code, standard output, standard error; in this process."""
-
-    def call(*arguments, env=None):
-        capsys.readouterr()
-        with monkeypatch.context() as patch:
-            for name, value in {"NO_COLOR": "1", "COLUMNS": "200", **(env or {})}.items():
-                patch.setenv(name, value)
-            with pytest.raises(SystemExit) as ended:
-                run(arguments)
-        return (ended.value.code or 0, *capsys.readouterr())
-
-    return call
-
-
-def told(engine, *arguments, **more):
-    code, out, err = engine(*arguments, **more)
+def told(here, *arguments, **more):
+    code, out, err = here(*arguments, **more)
     assert code == 0, err
     return out
 
 
-def test_every_value_with_its_origin(engine, tmp_path):
+def test_every_value_with_its_origin(here, tmp_path):
     file = tmp_path / "engine.toml"
     file.write_text('page_size = 8\n[scheduler]\nname = "radix"\npolicy = "lpm"\n')
     env = {"ENGINE_MAX_RUNNING": "7", "ENGINE_POLICIES__DLPM__QUANTUM": "5"}
     flags = ("--policy", "dlpm", "--scheduler.seed", "3", "--api-key", "sesame")
-    out = told(engine, "config", "--config", str(file), *flags, env=env)
+    out = told(here, "config", "--config", str(file), *flags, env=env)
     rows = {
         key: (value, origin) for key, value, origin in (re.split(r"  +", line, maxsplit=2) for line in out.splitlines())
     }
@@ -60,12 +43,12 @@ def test_every_value_with_its_origin(engine, tmp_path):
     assert "sesame" not in out
 
 
-def test_the_file_that_it_prints_configures_the_same(engine, tmp_path):
+def test_the_file_that_it_prints_configures_the_same(here, tmp_path):
     flags = ("--scheduler", "radix", "--policy", "fair-share", "--policy.fair-share.weights", "a=2", "--port", "1")
     file = tmp_path / "engine.toml"
-    file.write_text(told(engine, "config", "--toml", *flags, "--scheduler.waiting-timeout", "none"))
-    before = json.loads(told(engine, "config", "--json", *flags))
-    again = json.loads(told(engine, "config", "--json", "--config", str(file)))
+    file.write_text(told(here, "config", "--toml", *flags, "--scheduler.waiting-timeout", "none"))
+    before = json.loads(told(here, "config", "--json", *flags))
+    again = json.loads(told(here, "config", "--json", "--config", str(file)))
     assert again["values"] == before["values"]
     assert again["plugins"] == before["plugins"]
     assert before["values"]["policies.fair-share.weights"] == {"a": 2.0}
@@ -87,24 +70,24 @@ def test_the_file_that_it_prints_configures_the_same(engine, tmp_path):
         (["--kv-memory", "much"], "kv_memory (flag --kv-memory): 'much' is not a size"),
     ],
 )
-def test_mistakes_are_told_as_by_serve(engine, flags, words):
-    shown, served = (engine(command, "--executor", "sim", *flags) for command in ("config", "serve"))
+def test_mistakes_are_told_as_by_serve(here, flags, words):
+    shown, served = (here(command, "--executor", "sim", *flags) for command in ("config", "serve"))
     assert shown == served
     assert shown[0] == 2
     assert words in shown[2]
     assert "Traceback" not in shown[2]
 
 
-def test_one_format_at_a_time(engine):
-    assert "one of them" in engine("config", "--json", "--toml")[2]
+def test_one_format_at_a_time(here):
+    assert "one of them" in here("config", "--json", "--toml")[2]
 
 
-def test_help_lists_the_options_of_the_selected_plugins(engine, tmp_path):
+def test_help_lists_the_options_of_the_selected_plugins(here, tmp_path):
     file = tmp_path / "engine.toml"
     file.write_text('kvcache = "radix"\n')
     env = {"ENGINE_EXECUTOR": "sim", "COLUMNS": "320"}
     flags = ("--scheduler", "radix", "--policy", "dlpm", "--policy=k-lpm", "--config", str(file))
-    out = told(engine, "serve", *flags, "--help", env=env)
+    out = told(here, "serve", *flags, "--help", env=env)
     head, _, rest = out.partition("Options of the scheduler radix")
     assert "--max-running" in head
     assert "[default: 2048]" in head
@@ -121,12 +104,12 @@ def test_help_lists_the_options_of_the_selected_plugins(engine, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["generate", "doctor", "config", "serve", ("plugins", "list")])
-def test_help_of_every_command_that_takes_the_flags(engine, command):
+def test_help_of_every_command_that_takes_the_flags(here, command):
     words = (command,) if isinstance(command, str) else command
-    out = told(engine, *words, "--help", "--executor", "sim")
+    out = told(here, *words, "--help", "--executor", "sim")
     assert "--executor.step-ms" in out
     assert ("--frontend.max-body-bytes" in out) == (command != "generate")
-    assert "--executor.step-ms" not in told(engine, "replay", "--help")
+    assert "--executor.step-ms" not in told(here, "replay", "--help")
 
 
 @pytest.mark.parametrize(
@@ -138,8 +121,8 @@ def test_help_of_every_command_that_takes_the_flags(engine, command):
         (("--policy", "no.such:Thing"), "cannot be imported from no.such:Thing", "--scheduler.watermark"),
     ],
 )
-def test_help_is_printed_whatever_is_wrong(engine, flags, words, still):
-    out = told(engine, "serve", *flags, "--help")
+def test_help_is_printed_whatever_is_wrong(here, flags, words, still):
+    out = told(here, "serve", *flags, "--help")
     assert words in re.sub(r"[│\s]+", " ", out)
     assert still in out
 
@@ -154,13 +137,13 @@ def test_help_needs_no_torch():
     assert done.stdout.splitlines()[-1] == "False False"
 
 
-def test_options_of_policies_reach_the_engine(engine):
+def test_options_of_policies_reach_the_engine(here):
     flags = ("--executor", "sim", "--raw", "--max-tokens", "2", "--policy", "early-reject")
-    code, _, err = engine("generate", "hi", *flags, "--policy.early-reject.within", "none")
+    code, _, err = here("generate", "hi", *flags, "--policy.early-reject.within", "none")
     assert code == 2
     assert "option within (flag --policy.early-reject.within)" in err
     env = {"ENGINE_POLICIES__EARLY_REJECT__WITHIN": "5"}
-    assert engine("generate", "hi", *flags, env=env)[0] == 0
+    assert here("generate", "hi", *flags, env=env)[0] == 0
 
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -196,7 +179,7 @@ def test_the_flags_and_variables_of_the_docs_are_those(page):
         (("serve", "--policy.dlpm.quantum", "5"), {}),
     ],
 )
-def test_the_mistakes_of_the_docs_are_told_so(engine, arguments, env):
-    code, _, err = engine(*arguments, env=env)
+def test_the_mistakes_of_the_docs_are_told_so(here, arguments, env):
+    code, _, err = here(*arguments, env=env)
     assert code == 2
     assert err in (DOCS / "configuration.md").read_text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 
 import numpy as np
 import pytest
@@ -73,10 +74,21 @@ class Shelf(Connector):
 DEAF = TransferEvent("", "done")
 
 
+class Slow(ShadowExecutor):
+    """Computes in a thread of its own, and late: what is only planned is not in memory yet."""
+
+    overlaps = True
+
+    def execute(self, plan):
+        time.sleep(0.0005)
+        return super().execute(plan)
+
+
 def core_of(shelf, *, scheduler="unified", kvcache="paged", overlap=False, **kwargs):
     settings = {"num_pages": 40, "page_size": 4, "max_batch_tokens": 16, **kwargs}
+    executor = Slow() if overlap else ShadowExecutor()
     return make_core(
-        scheduler=scheduler, kvcache=kvcache, overlap=overlap, connectors=[shelf], executor=ShadowExecutor(), **settings
+        scheduler=scheduler, kvcache=kvcache, overlap=overlap, connectors=[shelf], executor=executor, **settings
     )
 
 
@@ -151,6 +163,9 @@ def test_b22_answers_that_come_late_twice_or_for_nobody_are_counted(scheduler, k
         core.step()
         core.check()
     run(core)
+    cancelled = {wish.of.partition("#")[0] for wish in shelf.seen if wish.kind == "cancel"}
+    assert {"r0", "r1"} <= cancelled, "in the look-up and in the load"
+    assert not [wish for wish in shelf.seen if wish.kind == "pull" and wish.request_id == "r0"]
     strays = core.counters.stray_events
     core.transfer(Transfer("t", "push", "nobody"))
     shelf.verdict = lambda wish: TransferEvent("unknown", "done") if wish.id == "t" else None
@@ -202,6 +217,51 @@ def test_b24_pages_of_a_load_that_nobody_waits_for_are_not_reused_before_it_ends
         if pull in [wish for _, wish in shelf.open]:
             assert not held & set(pull.pages)
     assert [request.num_output for request in others] == [12] * 6
+    run(core)
+    core.close()
+
+
+@every_combination
+def test_a_load_waits_for_pages_and_pins_nothing_meanwhile(scheduler, kvcache, overlap):
+    """All pages are in use; half of the prefix is cached here. The audit would see a pin that nobody answers for."""
+    shelf = Shelf()
+    first = core_of(shelf)
+    first.add(PROMPT, SamplingParams(max_tokens=2))
+    run(first)
+    core = core_of(shelf, scheduler=scheduler, kvcache=kvcache, overlap=overlap, num_pages=12)
+    greedy = core.add([*PROMPT[:16], *[96] * 16], SamplingParams(max_tokens=14), request_id="greedy")
+    for _ in range(9):
+        core.step()
+    late = core.add(PROMPT, SamplingParams(max_tokens=2), request_id="late")
+    waited = 0
+    while not greedy.finished:
+        core.step()
+        core.check()
+        waited += core.why("late") == (Why.PARKED, "kv")
+    assert waited > 2
+    run(core)
+    assert late.cached_tokens >= 16
+    core.close()
+
+
+@pytest.mark.parametrize("kvcache", ["paged", "radix"])
+def test_a_load_is_not_told_of_before_the_steps_have_landed_that_may_write_to_its_pages(kvcache):
+    shelf = Shelf()
+    first = core_of(shelf)
+    first.add(PROMPT, SamplingParams(max_tokens=2))
+    run(first)
+    core = core_of(shelf, kvcache=kvcache, overlap=True, num_pages=12)
+    other = core.add([95] * 40, SamplingParams(max_tokens=4), read_cache=False)
+    core.add(PROMPT, SamplingParams(max_tokens=1))
+    plan = core.plan()  # writes to pages of the other's, which is aborted: they are the load's now
+    core.abort(other.id)
+    for _ in range(3):
+        core.exchange.move()
+    assert shelf.seen[-1].kind == "probe"
+    core.commit(core.executor.execute(plan))
+    core.exchange.move()
+    assert shelf.seen[-1].kind == "pull"
+    core.take_deltas()
     run(core)
     core.close()
 
@@ -267,3 +327,27 @@ def test_walks_over_a_bad_line(scheduler, kvcache, overlap, seed):
         core.close()
     assert loaded > 0
     assert core.executor.mismatch is None
+
+
+@pytest.mark.parametrize("seconds", [0.001, 4.0])
+def test_a_store_that_is_slower_than_the_model_is_tried_now_and_then_only(seconds):
+    """The clock goes by what is done: a step takes 0.1 s, a load ``seconds``."""
+    now = [0.0]
+    shelf = Shelf(patience=60.0)
+    core = core_of(shelf, clock=lambda: now[0], num_pages=60)
+
+    def verdict(wish):
+        now[0] += seconds if wish.kind == "pull" else 0.0
+
+    shelf.verdict = verdict
+    prompts = [[number, *PROMPT] for number in range(40)]
+    for prompt in (*prompts, *prompts):
+        core.add(prompt, SamplingParams(max_tokens=1))
+        while core.has_work:
+            core.step()
+            now[0] += 0.1
+        core.kv.reset()
+    loads = sum(wish.kind == "pull" for wish in shelf.seen)
+    slow = core.counters.slow_loads
+    assert loads + slow == 40
+    assert loads == (40 if seconds < 1 else 3), "the first one is how it is found out"

@@ -32,6 +32,7 @@ TUTORIALS = sorted(path for path in (ROOT / "docs" / "tutorials").glob("*.md") i
 FENCE = re.compile(r"^```(?P<kind>\S[^\n]*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
 OTHER = ("text", "toml")
 LIMIT = 60  # seconds a command may take
+TOO_SLOW = "BROKEN     A step costs at most"
 SCRIPTS = {"engine": "engine.cli:main", "pip": "pip._internal.cli.main:main", "pytest": "pytest:main"}
 
 
@@ -189,6 +190,8 @@ def type_in(todo: list[tuple[str, str]], shell: Shell) -> None:
     """Run commands and compare what they print."""
     for number, (command, shown) in enumerate(todo):
         printed, status = shell.run(command)
+        if status and TOO_SLOW in printed:  # measured beside other tests: once more, before it counts
+            printed, status = shell.run(command)
         asks = number + 1 < len(todo) and todo[number + 1][0] == "echo $?"
         assert status == 0 or asks, f"$ {command}\n{printed}exit status {status}"
         if shown:

@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 from engine.core.protocols import Plugin
 from engine.testing.clients import Answer, FrontendClient, OpenAIClient, Refused
 from engine.testing.guard import Violation
-from engine.testing.serving import PROMPTS, TOKENS, Books, Served
+from engine.testing.serving import Books, Served
+from engine.testing.serving_child import PROMPTS, TOKENS
 from engine.testing.suites.base import Suite
 
 KEY = "sesame"
