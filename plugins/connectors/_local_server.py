@@ -78,9 +78,6 @@ class Server:
         for each in (self._listener, self._bell, self._ear):
             each.close()
 
-    def __len__(self) -> int:
-        return len(self._lines)
-
     # ---- inside
 
     def _cut_all(self) -> None:

@@ -112,8 +112,8 @@ class LocalConnector(Connector):
             "leased_pages": self._leases.pages,
             "leases_released": self._leases.released,
             "leases_expired": self._leases.expired,
-            "peers_refused": server.refused if server else 0,
-            "pages_given": server.given if server else 0,
+            "peers_refused": server.refused if server is not None else 0,
+            "pages_given": server.given if server is not None else 0,
             "pages_taken": self._tally.taken,
             "errands_failed": self._tally.broken,
         }
