@@ -16,15 +16,16 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engine.core.errors import ConfigError
 from engine.core.identity import page_digests
+from engine.core.outgoing import Outgoing
 from engine.core.pace import Pace
 from engine.core.plan import Plan, Transfer, TransferEvent
 from engine.core.protocols import Connector, Executor
-from engine.core.request import Finish, Request, State
-from engine.core.transfers import TransferBook
+from engine.core.request import Request, State
+from engine.core.transfers import TransferBook, hints_of
 
 if TYPE_CHECKING:
     from engine.core.loop import EngineCore
@@ -34,7 +35,6 @@ log = logging.getLogger(__name__)
 KV = "kv"  # what a parked request waits for
 REST = 0.0005  # seconds between two looks at the connectors while nothing can be computed
 PATIENCE = 5.0  # seconds
-HINT = "kv_"  # how names in a request's metadata begin that are for connectors
 RETRY = 16  # one in so many loads is tried although loading has been slower than computing
 
 
@@ -56,14 +56,6 @@ class Load:
     awaited: bool = True  # somebody still waits for it
 
 
-@dataclass(slots=True, eq=False)
-class Chain:
-    """The keys of a request's pages, and how many of them each sink was given."""
-
-    keys: list[bytes] = field(default_factory=list)
-    saved: dict[Connector, int] = field(default_factory=dict)
-
-
 class Exchange:
     """Looks prefixes up, loads them, and hands on what was computed.
 
@@ -75,11 +67,10 @@ class Exchange:
         self._sources = [connector for connector in connectors if connector.loads]
         self._sinks = [connector for connector in connectors if connector.saves]
         self._book = TransferBook(core.pool)
+        self._outgoing = Outgoing(core, self._sinks, self._book, self._name)
         self._loads: dict[Request, Load] = {}  # of requests that are parked for it
         self._probing: dict[str, Load] = {}
         self._loading: dict[str, Load] = {}
-        self._saving: dict[str, tuple[Connector, int]] = {}  # transfer id -> for whom, and how many pages
-        self._chains: dict[Request, Chain] = {}
         self._names = self._chances = 0
         self._pace = Pace()
         self.evicted = 0
@@ -117,14 +108,14 @@ class Exchange:
         What goes out may stay open: its pages are fenced and its keys name the weights that computed it.
         """
         until = time.monotonic() + max((source.patience for source in self._sources), default=PATIENCE)
-        while len(self) > len(self._saving) and time.monotonic() < until:
+        while len(self) > len(self._outgoing) and time.monotonic() < until:
             self.move()
             time.sleep(REST)
-        return len(self) <= len(self._saving)
+        return len(self) <= len(self._outgoing)
 
     def reset(self) -> None:
         """The keys of all content have changed. Mutates."""
-        self._chains.clear()
+        self._outgoing.reset()
 
     def stand_ins(self) -> Iterator[Request]:
         """Those that hold pages for what is coming in."""
@@ -147,7 +138,7 @@ class Exchange:
         pages = (request.num_tokens - 1) // size
         keys = page_digests(request.namespace, request.packed_tokens(0, pages * size), size)
         patience = max(source.patience for source in self._sources)
-        hints = _hints(request)
+        hints = hints_of(request)
         load = self._loads[request] = Load(request, keys, core.roster.now() + patience)
         for source in self._sources:
             name = self._name(request)
@@ -158,7 +149,7 @@ class Exchange:
 
     def forget(self, request: Request) -> None:
         """The request ended: nobody waits for what comes in for it. Mutates."""
-        self._chains.pop(request, None)
+        self._outgoing.forget(request)
         load = self._loads.pop(request, None)
         if load is not None:
             self._give_up(load)
@@ -191,12 +182,7 @@ class Exchange:
             self._answered(load, wish.id, event)
         elif (load := self._loading.pop(wish.id, None)) is not None:
             self._landed(load, wish, event)
-        elif wish.id in self._saving:
-            del self._saving[wish.id]
-            if event.kind == "failed":
-                self._core.counters.failed_saves += 1
-                log.warning("request %s: its KV was not saved: %s", wish.request_id, event.reason)
-        else:
+        elif not self._outgoing.ended(wish, event):
             self._core.ready(wish.request_id, f"transfer {wish.id}")
 
     def _answered(self, load: Load, name: str, event: TransferEvent) -> None:
@@ -267,7 +253,7 @@ class Exchange:
         keys = tuple(load.keys[load.first : load.upto // size])
         load.found = ""
         to = core.hooks.name(source)
-        self.ask(Transfer(load.pull, "pull", request.id, tuple(taken), keys, to=to, hints=_hints(request)))
+        self.ask(Transfer(load.pull, "pull", request.id, tuple(taken), keys, to=to, hints=hints_of(request)))
 
     def _landed(self, load: Load, wish: Transfer, event: TransferEvent) -> None:
         """Publish what arrived, up to the first bad page, and let go of it."""
@@ -317,43 +303,7 @@ class Exchange:
             self._pace.committed(self._core.roster.now(), plan.total_tokens, len(plan.requests))
             if not self._core.running:
                 self._pace.paused()
-        if not self._sinks:
-            return
-        if plan.total_tokens > len(plan.requests):  # else all of them decode
-            for request in plan.requests:
-                if request.state is State.RUNNING and request.computed <= request.prefill_target:
-                    self._save(request)
-        for request in finished:
-            if request.finish is not Finish.ERROR:
-                self._save(request)
-
-    def _save(self, request: Request) -> None:
-        """Hand on the whole pages that each sink has not been given yet, as far as its share of the pool goes."""
-        core, size = self._core, self._core.limits.page_size
-        full = min(request.computed, request.num_tokens) // size
-        chain = self._chains.setdefault(request, Chain())
-        for sink in self._sinks:
-            first = chain.saved.get(sink, 0)
-            if full <= first:
-                continue
-            fenced = sum(pages for other, pages in self._saving.values() if other is sink)
-            if fenced + full - first > core.pool.num_pages * sink.saving_share:
-                core.counters.unsaved_pages += full - first
-                continue
-            self._extend(chain, request, full)
-            name = self._name(request)
-            self._saving[name] = sink, full - first
-            pages, keys = tuple(request.pages[first:full]), tuple(chain.keys[first:full])
-            to = core.hooks.name(sink)
-            self._book.ask(Transfer(name, "push", request.id, pages, keys, to=to, hints=_hints(request)))
-            chain.saved[sink] = full
-
-    def _extend(self, chain: Chain, request: Request, full: int) -> None:
-        """Know the keys of the request's first ``full`` pages."""
-        known, size = len(chain.keys), self._core.limits.page_size
-        if known < full:
-            parent = chain.keys[-1] if known else request.namespace
-            chain.keys += page_digests(parent, request.packed_tokens(known * size, full * size), size)
+        self._outgoing.committed(plan, finished)
 
     def _name(self, request: Request) -> str:
         self._names += 1
@@ -364,8 +314,3 @@ def _good(pages: Sequence[int], failed: Sequence[int]) -> int:
     """Pages before the first bad one; none where it is not said which are bad."""
     bad = set(failed)
     return next((at for at, page in enumerate(pages) if page in bad), 0)
-
-
-def _hints(request: Request) -> dict[str, Any]:
-    """What its metadata says to connectors."""
-    return {name: value for name, value in request.metadata.items() if str(name).startswith(HINT)}

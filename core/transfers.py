@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from engine.core.errors import EngineError
 from engine.core.pages import PagePool
 from engine.core.plan import Transfer, TransferEvent
+from engine.core.request import Request
+
+HINT = "kv_"  # how names in a request's metadata begin that are for connectors
 
 
 class TransferBook:
@@ -91,3 +95,8 @@ class TransferBook:
             self._pool.unfence(wish.pages)
             ended.append((wish, event))
         return ended, stray
+
+
+def hints_of(request: Request) -> dict[str, Any]:
+    """What the request's metadata says to connectors."""
+    return {name: value for name, value in request.metadata.items() if str(name).startswith(HINT)}

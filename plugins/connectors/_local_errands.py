@@ -31,16 +31,18 @@ class Desk:
 
     Args:
         tell: told how an errand ended; from any thread.
-        hold: told of a claim that a look-up found, with its transfer; False: nobody wants it any more.
+        hold: told of a claim that a look-up found, with its transfer.
         claimed: the claim that a request's look-up found, to be used up.
         let_go: has a claim released that nobody will use.
         wait: seconds that a peer may wait for pages which it is still computing.
+        checked: whether bytes are compared with their checksums.
     """
 
     peers: Peers
     rows: Rows
     page_size: int
     wait: float
+    checked: bool
     tally: Tally
     tell: Callable[[TransferEvent], None]
     claimed: Callable[[str], Claim | None]
@@ -169,7 +171,7 @@ class Fetch(Errand):
         elif claim.incarnation != incarnation:
             raise LeaseEnded("the peer was started anew")
         try:
-            ask.read(line, claim.number, wish.keys, wish.pages, desk.rows, self._counted)
+            ask.read(line, claim.number, wish.keys, wish.pages, desk.rows, self._counted, checked=desk.checked)
         except LineError as error:
             if self.cancelled or isinstance(error, LeaseEnded):
                 desk.let_go(claim)

@@ -155,16 +155,16 @@ class Server:
             (wait,) = wire.PREFIX.unpack_from(body)
             found = leases.find(wire.split_keys(body[wire.PREFIX.size :]), min(wait / 1000, WAIT))
             line.send(Kind.FOUND, wire.FOUND.pack(*found))
-        elif kind is Kind.READ and len(body) >= wire.CLAIM.size:
-            (claim,) = wire.CLAIM.unpack_from(body)
-            self._give(line, claim, wire.split_keys(body[wire.CLAIM.size :]))
+        elif kind is Kind.READ and len(body) >= wire.READ.size:
+            claim, checked = wire.READ.unpack_from(body)
+            self._give(line, claim, wire.split_keys(body[wire.READ.size :]), checked=checked)
         elif kind in (Kind.RENEW, Kind.RELEASE) and len(body) == wire.CLAIM.size:
             ask = leases.renew if kind is Kind.RENEW else leases.release
             line.send(Kind.HELD if ask(*wire.CLAIM.unpack(body)) else Kind.EXPIRED)
         else:
             raise LineError(f"it asks {kind.name} with {len(body)} bytes")
 
-    def _give(self, line: Line, claim: int, keys: list[bytes]) -> None:
+    def _give(self, line: Line, claim: int, keys: list[bytes], *, checked: bool) -> None:
         """Send pages, in order. As long as this runs, their lease does not end."""
         begun = self._leases.begin(claim, keys)
         if begun is None:
@@ -176,7 +176,7 @@ class Server:
             line.send(Kind.GIVING, wire.GIVING.pack(len(pages)))
             for first, end in self._rows.batches(len(pages)):
                 rows = self._rows.of(pages[first:end])
-                head = wire.PAGES.pack(first, end - first, wire.checksum(rows))
+                head = wire.PAGES.pack(first, end - first, wire.checksum(rows) if checked else 0)
                 line.send(Kind.PAGES, head, rows, until)
                 self.given += end - first
             line.send(Kind.END)

@@ -32,9 +32,10 @@ LONG = 1 << 26  # most bytes of any other
 
 PREFIX = struct.Struct(">I")  # milliseconds to wait for what is missing; then keys
 FOUND = struct.Struct(">QI")  # claim, pages
-CLAIM = struct.Struct(">Q")  # of READ (then keys), RENEW and RELEASE
+CLAIM = struct.Struct(">Q")  # of RENEW and RELEASE
+READ = struct.Struct(">Q?")  # claim, whether to send checksums; then keys
 GIVING = struct.Struct(">I")  # pages that follow
-PAGES = struct.Struct(">III")  # number of the first, how many, checksum of their bytes; then the bytes
+PAGES = struct.Struct(">III")  # number of the first, how many, checksum of their bytes or 0; then the bytes
 
 
 class Kind(IntEnum):
@@ -138,6 +139,7 @@ class Line:
         self.stall = stall
         self.question = 0
         self._cut = threading.Event()
+        self._ending = threading.Lock()  # so that nobody shuts down a descriptor that is another connection's by now
         sock.settimeout(stall)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -145,15 +147,17 @@ class Line:
     def cut(self) -> None:
         """End it: whoever sends or receives stops. Bytes that have come already are not taken any more."""
         self._cut.set()
-        try:
-            self.socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
+        with self._ending:
+            try:
+                self.socket.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
 
     def close(self) -> None:
         """Give the socket back."""
         self._cut.set()
-        self.socket.close()
+        with self._ending:
+            self.socket.close()
 
     @property
     def stale(self) -> bool:

@@ -60,6 +60,7 @@ class LocalConnector(Connector):
         saving_share: float = Field(0.5, gt=0, le=1, description="most of the KV pool that may be leased")
         patience: float = Field(5.0, gt=0, description="seconds that a request may be kept waiting for its prefix")
         linger: float = Field(0.2, ge=0, description="seconds that a look-up waits for pages not computed yet")
+        checksum: bool = Field(True, description="compare the bytes that come with a checksum; False: trust TCP's own")
         min_tokens: int = Field(0, ge=0, description="fetch only where it gives so many tokens more than are cached")
 
     def __init__(self, options: Any = None) -> None:
@@ -90,8 +91,8 @@ class LocalConnector(Connector):
         chosen, identity, rows = self.options, self._identity(), Rows(layout)
         wait = min(chosen.linger, chosen.patience / 4)
         self._desk = Desk(
-            Peers(identity, chosen.token, self._stall), rows, self._page_size, wait, self._tally, self._events.append,
-            self._claimed, self._hold, self._let_go,
+            Peers(identity, chosen.token, self._stall), rows, self._page_size, wait, chosen.checksum, self._tally,
+            self._events.append, self._claimed, self._hold, self._let_go,
         )  # fmt: skip
         if self.saves:
             self._server = Server(
@@ -201,9 +202,8 @@ class LocalConnector(Connector):
             errand.cancel()
             if self._workers.withdraw(lambda job: job is errand):
                 errand.ended("cancelled")
-        probe, claim = self._claims.get(wish.request_id, ("", None))
-        if claim is not None and probe == wish.of:
-            del self._claims[wish.request_id]
+        probe, _ = self._claims.get(wish.request_id, ("", None))
+        if probe == wish.of and (claim := self._claimed(wish.request_id)) is not None:
             self._let_go(claim)
 
     def _hold(self, wish: Transfer, claim: Claim) -> None:

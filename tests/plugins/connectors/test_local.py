@@ -261,7 +261,9 @@ def test_four_receivers_and_four_senders_at_once(opened):
     sources = [memory(seed=seed, **shape) for seed in range(4)]
     senders = [opened(source) for source in sources]
     for number, sender in enumerate(senders):
-        lease(sender, map(key, range(number * 1000, number * 1000 + 120)), range(120))
+        for request in "abcd":  # a hand-off is for one receiver
+            keys = map(key, range(number * 1000, number * 1000 + 120))
+            lease(sender, keys, range(120), name=request, request=request)
     targets = [memory(seed=9, **shape) for _ in range(4)]
     receivers = [opened(target) for target in targets]
     errors: list = []
