@@ -39,9 +39,9 @@ types: install
 imports: install
 	cd "$$($(BIN)/python tools/source_tree.py)" && PYTHONPATH=. ../../$(BIN)/lint-imports --no-logo --no-cache ../../pyproject.toml
 
-# A warning is an error: a dead link, a page outside the navigation, a docstring that is not markup.
+# A warning is an error: a dead link, a docstring that is not markup. -E: what the code says is read anew.
 docs: install
-	$(BIN)/python -m sphinx -W --keep-going -q -d .build/doctrees docs $(SITE)
+	$(BIN)/python -m sphinx -W --keep-going -q -E -d .build/doctrees docs $(SITE)
 
 unit: install
 	$(BIN)/pytest -m "not slow" $(TESTS)

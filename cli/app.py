@@ -29,7 +29,6 @@ OF_PLUGINS: dict[str, Callable[..., None]] = {
     "new": plugin_new.new,
     "check": plugin_check.check,
 }
-TAKE_NO_PLUGIN_OPTIONS = {"replay"}
 
 
 def build() -> typer.Typer:
@@ -62,14 +61,11 @@ def _show_version(wanted: bool) -> None:
 
 
 def _common(
-    ctx: typer.Context,
     show_version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """An LLM serving engine made of plugins."""
-    if ctx.obj and ctx.invoked_subcommand in TAKE_NO_PLUGIN_OPTIONS:
-        raise typer.BadParameter(f"'{ctx.invoked_subcommand}' takes no plugin options such as --{next(iter(ctx.obj))}")
 
 
 def _when_alone(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from engine.core.config import ROLE_KEYS, SINGULAR, EngineConfig, LoadedConfig, load_config
-from engine.core.values import kind_of, readable
+from engine.core.values import hidden, kind_of, readable
 
 DOTTED = re.compile(r"--([A-Za-z_-]+\.[A-Za-z0-9_.:-]+)(?:=(.*))?", re.DOTALL)
 METAVARS = {"int": "N", "float": "N", "true or false": "true|false"}
@@ -110,7 +110,7 @@ def chosen(loaded: LoadedConfig, description: Mapping[str, Any]) -> list[str]:
     limits = description["limits"]
     lines = [f"model      {description['model']['name']}"]
     for plugin in description["plugins"]:
-        options = ", ".join(f"{key}={value}" for key, value in plugin["options"].items())
+        options = ", ".join(f"{key}={hidden(key, value)}" for key, value in plugin["options"].items())
         lines.append(
             f"{plugin['role']:<10} {plugin['name']} ({plugin['distribution']}{': ' + options if options else ''})"
         )

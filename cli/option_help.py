@@ -7,9 +7,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from typer import BadParameter
 from typer.core import TyperCommand
 
 from engine.cli.flags import load
+from engine.core.config import flag_of
 from engine.core.errors import EngineError
 
 if TYPE_CHECKING:
@@ -34,7 +36,10 @@ class EngineCommand(TyperCommand):
     select. What is wrong with the selection is shown there, too: the help is printed whatever it is."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Keep the arguments: the help is asked for before any of them is looked at."""
+        """Keep the arguments: the help is asked for before any of them is looked at. Options of plugins are refused
+        where nobody would read them."""
+        if ctx.obj and not hasattr(self.callback, "engine_fields"):
+            raise BadParameter(f"'{ctx.info_name}' takes no plugin options such as {flag_of(next(iter(ctx.obj)))}")
         ctx.meta[ARGUMENTS] = list(args)
         return super().parse_args(ctx, args)
 
@@ -84,7 +89,6 @@ def _wrong(found: Found, one: Selected, origins: Mapping[str, str]) -> str:
 
 def rows(found: Found, one: Selected) -> Iterator[tuple[str, str, str]]:
     """Flag, type with bounds, and description with default of each option."""
-    from engine.core.config import flag_of
     from engine.core.values import bounds_of, is_secret, kind_of, readable
 
     for name, field in found.cls.Options.model_fields.items():

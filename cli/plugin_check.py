@@ -11,6 +11,7 @@ from engine.core.errors import ConfigError, PluginError, suggest
 
 if TYPE_CHECKING:
     from engine.testing.checking import Report
+    from engine.testing.watched import Stopped
 
 EXIT_VIOLATION = 1
 
@@ -30,15 +31,23 @@ def check(
     running: Annotated[
         int, typer.Option("--running", help="Requests that run while the cost is measured.", metavar="N", min=1)
     ] = 256,
+    time_limit: Annotated[
+        float,
+        typer.Option("--time-limit", help="Seconds that one rule or workload may take; 0: any.", metavar="S", min=0),
+    ] = 120.0,
 ) -> None:
     """Check a plugin before trusting it: every rule of its role, hostile workloads, and what it costs a step.
 
-    Exit code 0 if all holds, 1 at the first rule that does not, 2 if there is nothing to check.
+    A plugin that hangs, or takes the process down, is told with its stack. Exit code 0 if all holds, 1 at the first
+    rule that does not, 2 if there is nothing to check.
     """
     from engine.core.registry import Registry
     from engine.testing.checking import check as check_one
     from engine.testing.checking import suites
+    from engine.testing.watched import Place, watched
 
+    first = Place(target, "A plugin can be imported.", "import")
+    watch = watched(time_limit, first, lambda stopped: tell_stopped(stopped, target, time_limit))
     registry = Registry()
     chosen = suites(target, registry, options_of(option or []))
     if not chosen:
@@ -47,7 +56,8 @@ def check(
     held = True
     for suite in chosen:
         fuzz = random.SystemRandom().randrange(10**6) if seed is None else seed
-        report = check_one(suite, seed=fuzz, workloads=workloads, cost_limit=cost_limit or None, running=running)
+        report = check_one(suite, seed=fuzz, workloads=workloads, cost_limit=cost_limit or None, running=running,
+                           watch=watch)  # fmt: skip
         tell(report, target)
         held = held and report.finding is None
     if not held:
@@ -82,3 +92,16 @@ def tell(report: Report, target: str) -> None:
     typer.echo(f"  what       {report.finding.words}")
     typer.echo(f"  where      {report.finding.where} (seed {report.seed})")
     typer.echo(f"  again      engine plugins check {target} --seed {report.seed}")
+
+
+def tell_stopped(stopped: Stopped, target: str, limit: float) -> None:
+    """A check that had to be ended, for people."""
+    place = stopped.place
+    typer.echo(place.plugin)
+    typer.echo(f"  BROKEN     {place.rule}")
+    typer.echo(f"  what       {stopped.words}")
+    typer.echo(f"  where      {place.where}" + ("" if place.seed is None else f" (seed {place.seed})"))
+    for number, line in enumerate(stopped.stack):
+        typer.echo(f"  {'stack' if number == 0 else '':<10} {line}")
+    seed = "" if place.seed is None else f" --seed {place.seed}"
+    typer.echo(f"  again      engine plugins check {target}{seed} --time-limit {limit:g}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
+from itertools import chain, count
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +18,10 @@ NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 def new(
     name: Annotated[str, typer.Argument(help="Of the plugin and its package, e.g. shortest-first.")],
-    role: Annotated[str, typer.Option("--role", help="policy, scheduler, kvcache, executor or connector.")],
+    role: Annotated[
+        str,
+        typer.Option("--role", help="policy, scheduler, kvcache, executor, connector, attention or frontend."),
+    ],
 ) -> None:
     """Write a complete package into ./NAME: code, tests that subclass the role's suite, pyproject.toml, README.
 
@@ -48,7 +52,8 @@ def write(name: str, role: str, where: Path) -> Path:
     """Write the package into ``where / name`` and return that.
 
     Raises:
-        ConfigError: the name is none for a package, or something of that name is there already.
+        ConfigError: the name is none for a package, or somebody has it already: a folder, a plugin of the role, a
+            distribution or a module.
         PluginError: there is no such role, or no template for it.
     """
     from engine.cli.plugin_templates import CODE, PYPROJECT, README, SUITE, TESTS
@@ -61,6 +66,10 @@ def write(name: str, role: str, where: Path) -> Path:
     folder = where / name
     if folder.exists():
         raise ConfigError(f"./{name} exists already: remove it, or choose another name")
+    if (owner := taken(name, role)) is not None:
+        tries = chain([f"my-{name}"], (f"my-{name}-{n}" for n in count(2)))
+        free = next(other for other in tries if taken(other, role) is None)
+        raise ConfigError(f"the name {name!r} is taken by {owner}: choose another, e.g. {free}")
     package = name.replace("-", "_")
     words = {
         "NAME": name,
@@ -82,6 +91,26 @@ def write(name: str, role: str, where: Path) -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(fill(template, words), encoding="utf-8")
     return folder
+
+
+def taken(name: str, role: str) -> str | None:
+    """Who has the name already: two plugins of a role by one name cannot be selected, two distributions cannot be
+    installed, and a module would hide the other."""
+    from importlib.metadata import PackageNotFoundError, distribution
+    from importlib.util import find_spec
+
+    from engine.core.registry import Registry
+
+    registry = Registry()
+    for its, own in registry.named(name):
+        if its == role:
+            owner = next(owner for role_, own_, owner in registry.owners() if (role_, own_) == (its, own))
+            return f"the {role} {own!r} of {owner}" + ("" if own == name else ", which has it as an alias")
+    try:
+        return f"the installed distribution {distribution(name).name}"
+    except PackageNotFoundError:
+        package = name.replace("-", "_")
+        return f"the module {package}" if find_spec(package) is not None else None
 
 
 def fill(template: str, words: dict[str, str]) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from engine.core.errors import PluginError, suggest
+from engine.core.values import bounds_of, kind_of
 
 if TYPE_CHECKING:
     from engine.core.registry import Found, Registry
@@ -70,7 +71,8 @@ def describe(found: Found) -> list[str]:
     ]
     for name, field in cls.Options.model_fields.items():
         default = "required" if field.is_required() else f"default {field.get_default(call_default_factory=True)!r}"
-        lines.append(f"  {name} ({kind(field.annotation)}; {default}): {field.description or ''}".rstrip())
+        kind = ", ".join(filter(None, (kind_of(field.annotation), bounds_of(field))))
+        lines.append(f"  {name} ({kind}; {default}): {field.description or ''}".rstrip())
     return lines
 
 
@@ -79,12 +81,3 @@ def hooks_of(cls: type) -> list[str]:
     from engine.core.hooks import HOOKS
 
     return [hook for hook in HOOKS if hasattr(inspect.getattr_static(cls, hook, None), "engine_impl")]
-
-
-def kind(annotation: Any) -> str:
-    """A type as people write it: ``int``, ``one of fcfs, priority``."""
-    from typing import Literal, get_args, get_origin
-
-    if get_origin(annotation) is Literal:
-        return "one of " + ", ".join(map(str, get_args(annotation)))
-    return annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")

@@ -13,6 +13,7 @@ from engine.core.request import Request
 
 REASON = 500  # characters of an objection that are kept
 UNORDERED = (set, frozenset)
+REQUESTS = {Request}
 
 
 def order(answer: Any, step: Any, waiting: tuple[Request, ...]) -> list[Request]:
@@ -25,8 +26,11 @@ def order(answer: Any, step: Any, waiting: tuple[Request, ...]) -> list[Request]
         if hasattr(answer, "__iter__"):
             raise
         raise Nonsense(f"requests that are unknown or repeated: {type(answer).__name__} is no sequence") from error
-    chosen = set(map(id, ordered))
-    if len(chosen) != len(ordered) or not chosen <= set(map(id, waiting)):
+    # Requests are equal only to themselves; whatever else is in the answer may be equal to anything.
+    if not set(map(type, ordered)) <= REQUESTS:
+        raise Nonsense("requests that are unknown or repeated: what are no requests")
+    chosen = set(ordered)
+    if len(chosen) != len(ordered) or not chosen <= set(waiting):
         raise Nonsense("requests that are unknown or repeated")
     return ordered
 

@@ -132,16 +132,12 @@ class Choice:
 
 
 def _build(config: EngineConfig, choice: Choice, core: type[EngineCore]) -> EngineCore:
-    summary = choice.report()
-    log.info("%s", summary.text())
-    for words in summary.downgrades:
-        log.warning("%s", words)
     executor = choice.executor
     model = choice.load()
     limits = size_limits(config, model, executor)
     executor.allocate(limits.num_pages, limits.page_size)
     overlap = config.overlap and executor.overlaps
-    return core(
+    built = core(
         limits=limits,
         model=model,
         scheduler=choice.scheduler,
@@ -155,9 +151,14 @@ def _build(config: EngineConfig, choice: Choice, core: type[EngineCore]) -> Engi
         description={
             **_describe(choice.chosen, model, limits),
             "loop": "overlap" if overlap else "sync",
-            "report": summary.plain(),
         },
     )
+    summary = choice.report()  # after the start: what a plugin cannot do with these limits it knows only now
+    log.info("%s", summary.text())
+    for words in summary.downgrades:
+        log.warning("%s", words)
+    built.describe_also(report=summary.plain())
+    return built
 
 
 def size_limits(config: EngineConfig, model: ModelInfo, executor: Executor) -> Limits:

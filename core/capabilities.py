@@ -141,8 +141,12 @@ def check_capabilities(plugins: Sequence[Plugin], registry: Registry | None = No
 
 def label(plugin: Plugin) -> str:
     """``policy 'k-lpm'``."""
-    role = next((role for role, base in ROLES.items() if isinstance(plugin, base)), "plugin")
-    return f"{role} {plugin.name or type(plugin).__name__!r}" if not plugin.name else f"{role} {plugin.name!r}"
+    return f"{role_of(plugin)} {(plugin.name or type(plugin).__name__)!r}"
+
+
+def role_of(plugin: Plugin) -> str:
+    """The name of the role that it plays."""
+    return next((role for role, base in ROLES.items() if isinstance(plugin, base)), "plugin")
 
 
 def _fix(plugin: Plugin, capability: str, registry: Registry | None) -> str:

@@ -46,6 +46,8 @@ def _selection(value: Any) -> Any:
 def _selections(value: Any) -> Any:
     if isinstance(value, str):
         value = [name for name in value.split(",") if name]
+    if isinstance(value, Mapping):
+        value = [{**options, "name": name} for name, options in value.items()]
     return [_selection(item) for item in value] if isinstance(value, Sequence) else value
 
 

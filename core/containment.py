@@ -186,6 +186,25 @@ def diagnosed(error: Exception, plugins: Iterable[Plugin]) -> Exception:
     return named
 
 
+class Naming:
+    """``with``: an error that leaves the block is told in the name of the plugin whose code it came from.
+
+    A class and not a generator, since every step enters it.
+    """
+
+    __slots__ = ("_plugins",)
+
+    def __init__(self, plugins: Iterable[Plugin]) -> None:
+        self._plugins = tuple(plugins)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Exception) and (named := diagnosed(error, self._plugins)) is not error:
+            raise named from error
+
+
 def _innermost(error: Exception, plugins: list[Plugin]) -> Plugin | None:
     """The plugin whose method is deepest in the traceback."""
     found = None

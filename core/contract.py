@@ -24,6 +24,7 @@ from engine.core.version import API_VERSION, DEPRECATIONS, Deprecation, split
 log = logging.getLogger(__name__)
 
 HOOKS = ("plan", "order", "admit", "evict", "commit", "transfer_kv")
+ADAPTED = "__adapted__"  # on a class that ``Contract.adapt`` made: the plugin's own
 MARK = f"{hookspecs.PROJECT}_impl"
 
 
@@ -83,15 +84,16 @@ class Contract:
                 body[item.instead] = _forward(item)
         if not body:
             return cls
-        return type(cls)(cls.__name__, (cls,), {**body, "__module__": cls.__module__, "__qualname__": cls.__qualname__,
-                                               "__doc__": cls.__doc__})  # fmt: skip
+        body |= {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+        return type(cls)(cls.__name__, (cls,), {**body, ADAPTED: cls})
 
     def warn(self, cls: type, who: str) -> None:
         """Say once a class what it uses that is deprecated: a ``PluginDeprecationWarning``, and a line in the log."""
         used = self.uses(cls)
-        if not used or cls in self._warned:
+        root = getattr(cls, ADAPTED, cls)
+        if not used or root in self._warned:
             return
-        self._warned.add(cls)
+        self._warned.add(root)
         words = f"{who} uses what contract {self.version} deprecates: {'; '.join(map(str, used))}"
         log.warning("%s", words)
         warnings.warn(words, PluginDeprecationWarning, stacklevel=2)

@@ -12,9 +12,8 @@ from engine.core.config import ROLE_KEYS, SINGULAR, EngineConfig, LoadedConfig, 
 from engine.core.errors import ConfigError, PluginError, suggest
 from engine.core.protocols import PluginOptions
 from engine.core.registry import Found, Registry
-from engine.core.values import as_toml, is_secret
+from engine.core.values import HIDDEN, as_toml, is_secret
 
-HIDDEN = "***"
 DEFAULT = "default"
 
 
@@ -89,7 +88,8 @@ def checked_options(found: Found, selected: Selected, origins: Mapping[str, str]
         words = first["msg"].removeprefix("Value error, ")
         if first["type"] == "missing":
             words = f"is required; set it with {flag_of(f'{selected.key}.{name}')}"
-        raise ConfigError(f"{prefix}, option {key}{origin(name)}: {words}{got}") from (None if secret else error)
+        where = f"{prefix}, option {key}{origin(name)}" if key else prefix
+        raise ConfigError(f"{where}: {words}{got if key else ''}") from (None if secret else error)
 
 
 class Effective:

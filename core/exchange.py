@@ -1,8 +1,8 @@
 """KV from outside and to outside: the control plane of transfers, one for all connectors, schedulers and caches.
 
-What comes in only ever fills the prefix cache. A request whose prefix is found elsewhere stays parked while a *stand-in*
-takes pages for it; when the bytes are there the stand-in publishes them and lets go, the request joins the queue, and
-its scheduler sees a prefix hit like any other:
+What comes in only ever fills the prefix cache. A request whose prefix is found elsewhere stays parked while a
+*stand-in* takes pages for it; when the bytes are there the stand-in publishes them and lets go, the request joins the
+queue, and its scheduler sees a prefix hit like any other:
 
     asked ── found(n) ──▶ chosen ── pages ──▶ loading ── done ──▶ published, ready
       │ nothing, late        │ late              │ failed ──▶ published up to the first bad page, ready
@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from engine.core.identity import page_digests
 from engine.core.errors import ConfigError
+from engine.core.identity import page_digests
 from engine.core.plan import Plan, Transfer, TransferEvent
 from engine.core.protocols import Connector, Executor
 from engine.core.request import Finish, Request, State
@@ -154,7 +154,8 @@ class Exchange:
         for load in [load for load in self._loads.values() if load.source is not None and not load.pull]:
             self._begin(load)
         oldest = core.flight.oldest
-        events = core.hooks.ask_transfer(book.take_wishes(oldest.index - 1 if oldest is not None else core.counters.steps))
+        landed = core.counters.steps if oldest is None else oldest.index - 1
+        events = core.hooks.ask_transfer(book.take_wishes(landed))
         ended, stray = book.settle(events)
         core.counters.stray_events += stray
         if core.hooks.deaf or core.hooks.lost:

@@ -13,6 +13,7 @@ from typing import Any
 import pluggy
 
 from engine.core import answers
+from engine.core.capabilities import role_of
 from engine.core.containment import (
     ASK_SECONDS,
     FAULT_LIMIT,
@@ -22,7 +23,6 @@ from engine.core.containment import (
     PluginFaults,
     Record,
     RoleImpl,
-    diagnosed,
 )
 from engine.core.contract import CONTRACT, HOOKS, Contract
 from engine.core.errors import InvariantViolation, PluginError
@@ -58,11 +58,11 @@ class HookBus:
         pool: PagePool | None = None,
         watch: RequestWatch | None = None,
         ask_seconds: float | Mapping[str, float] = ASK_SECONDS,
-        contract: Contract = CONTRACT,
+        contract: Contract | None = None,
     ) -> None:
         members = list(plugins)
         self._pool = pool
-        self._contract = contract
+        self._contract = contract = CONTRACT if contract is None else contract
         self._seconds = ask_seconds if isinstance(ask_seconds, Mapping) else dict.fromkeys(HOOKS, ask_seconds)
         self._watch = watch
         self.lost: tuple[Transfer, ...] = ()
@@ -206,11 +206,13 @@ class HookBus:
 
 
 def _named(members: Sequence[Plugin]) -> list[tuple[Plugin, str]]:
-    """Each plugin with its name; the second of one name is ``name#2``."""
+    """Each plugin with its name, those of a role with the role's before it; the second of one name is ``name#2``."""
     seen: dict[str, int] = {}
     named = []
     for plugin in members:
         name = plugin.name or type(plugin).__name__
+        if not isinstance(plugin, Policy | Connector):
+            name = f"{role_of(plugin)} {name}"
         seen[name] = seen.get(name, 0) + 1
         named.append((plugin, name if seen[name] == 1 else f"{name}#{seen[name]}"))
     return named
@@ -230,4 +232,4 @@ def _registered(members: Sequence[Plugin], contract: Contract) -> pluggy.PluginM
     return manager
 
 
-__all__ = ["FAULT_LIMIT", "HOOKS", "HookBus", "diagnosed"]
+__all__ = ["FAULT_LIMIT", "HOOKS", "HookBus"]

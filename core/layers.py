@@ -168,7 +168,9 @@ class Layers:
                 self._set(key, value, origin)
 
     def _set(self, key: str, value: Any, origin: str) -> None:
-        name, _, path = key.partition(".")
+        name, dot, path = key.partition(".")
+        if dot and not path:
+            raise ConfigError(f"unknown key {key!r} ({origin}): an option's name is missing")
         name = self._plural.get(name, name) if origin.startswith("flag") else name
         if name not in self._known:
             near = repr(self._plural[name]) if name in self._plural else None

@@ -11,7 +11,7 @@ from typing import Any
 from engine.core import answers, audit, recovery, weights
 from engine.core.arbiter import Arbiter
 from engine.core.capabilities import label
-from engine.core.containment import ASK_SECONDS, diagnosed, started
+from engine.core.containment import ASK_SECONDS, Naming, started
 from engine.core.errors import EngineDead, EngineError, ExecutionError, InvariantViolation, QueueFull
 from engine.core.exchange import KV, REST, Exchange
 from engine.core.explain import explain
@@ -71,6 +71,7 @@ class EngineCore:
         members = [scheduler, kv, *connectors, *policies]
         self.hooks = HookBus(members, pool=self.pool, watch=watch, ask_seconds=ask_seconds)
         self._plugins = [executor, kv, scheduler, *connectors, *policies]
+        self._naming = Naming(self._plugins)
         self._audit = audit_every_step
         self._description = dict(description or {})
         self.flight = Flight(overlap=overlap)
@@ -152,7 +153,8 @@ class EngineCore:
         try:
             request = create()
         except QueueFull:
-            displaced = self.scheduler.displace(self.waiting, priority)
+            with self._naming:
+                displaced = self.scheduler.displace(self.waiting, priority)
             if displaced is None or displaced.state is not State.WAITING:
                 raise
             self._end_now(displaced, Finish.ABORT, "the queue is full and a more urgent request came")
@@ -183,11 +185,12 @@ class EngineCore:
         self._end_now(request, Finish.ERROR, detail)
 
     def _end_now(self, request: Request, finish: Finish, detail: str | None) -> None:
-        self.roster.withdraw(request)
-        end_request(request, finish, detail, self.counters)
-        self.scheduler.on_end(request)
-        self._let_go(request)
-        self._outbox.append(delta(request, ()))
+        with self._naming:
+            self.roster.withdraw(request)
+            end_request(request, finish, detail, self.counters)
+            self.scheduler.on_end(request)
+            self._let_go(request)
+            self._outbox.append(delta(request, ()))
 
     def _let_go(self, request: Request) -> None:
         """Return all that a finished request holds. Content that was computed may stay cached."""
@@ -221,17 +224,14 @@ class EngineCore:
         if self._broken is not None:
             raise ExecutionError(f"the executor cannot go on: {self._broken}")
         try:
-            return self._step()
-        except Exception as error:
-            raise self._named(error) from error
+            with self._naming:
+                return self._step()
+        except Exception:
+            raise
         except BaseException:  # Ctrl-C in a notebook: the engine is to be used again
             self._pipeline.abandon()
             self._broken = recovery.interrupted(self)
             raise
-
-    def _named(self, error: Exception) -> Exception:
-        """The error in the name of the plugin whose code it came from."""
-        return diagnosed(error, self._plugins)
 
     def _step(self) -> list[Delta]:
         self.exchange.move()
@@ -444,6 +444,10 @@ class EngineCore:
         """What was chosen and how large it is; who is asked what, in which order; who was at fault so far."""
         faults = [fault._asdict() for fault in self.hooks.faults()]
         return {**self._description, "hooks": self.hooks.asked(), "faults": faults}
+
+    def describe_also(self, **more: Any) -> None:
+        """Add to the description. Mutates."""
+        self._description.update(more)
 
     def check(self) -> None:
         """Audit every invariant of requests, plans and pages. Raises ``InvariantViolation``."""

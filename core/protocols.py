@@ -428,7 +428,16 @@ class Frontend(Plugin, ABC):
 
     @abstractmethod
     def serve(self, engine: Any, *, host: str, port: int, api_key: str | None = None) -> int:
-        """Serve until stopped; ``engine`` is an ``AsyncEngine``. Returns the process's exit code."""
+        """Serve until SIGINT or SIGTERM; ``engine`` is an ``AsyncEngine``. Returns the process's exit code: 0 if the
+        engine is well then. Leaves no thread and no socket behind.
+
+        Args:
+            port: 0 takes any free one.
+            api_key: what clients must send; ``None``: anybody may ask.
+
+        Raises:
+            ConfigError: it cannot listen there.
+        """
 
     def app(self, engine: Any, *, api_key: str | None = None) -> Any:
         """The same as an ASGI application, for a host that serves it: no socket, no signals, no lifespan of its own.

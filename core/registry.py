@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 SLOW_IMPORT = 5.0
 """Seconds that importing a selected plugin may take before the log names it."""
 
+LOCAL = "local code"
 BROKEN = (Exception, SystemExit)  # a module that exits when imported is broken too
 BASES = frozenset(cls.__name__ for cls in ROLES.values())
 ON_THE_BUS = ("scheduler", "kvcache", "connector", "policy")
@@ -67,7 +68,7 @@ class Found:
     @property
     def origin(self) -> str:
         """Distribution and version, for people."""
-        return f"{self.distribution} {self.version}".strip() or "local code"
+        return f"{self.distribution} {self.version}".strip() or LOCAL
 
 
 class Registry:
@@ -83,14 +84,15 @@ class Registry:
         self,
         entries: Iterable[EntryPoint] | None = None,
         *,
-        contract: Contract = CONTRACT,
+        contract: Contract | None = None,
         slow_import: float = SLOW_IMPORT,
     ) -> None:
         found = installed(GROUPS) if entries is None else given(entries, GROUPS)
         found = sorted(set(found), key=lambda entry: (entry.name, entry.distribution, entry.target))
         self._entries = {role: [entry for entry in found if entry.role == role] for role in GROUPS}
-        self._contract = contract
+        self._contract = CONTRACT if contract is None else contract
         self._slow_import = slow_import
+        self._checked: dict[Entry, tuple[type, Found]] = {}
 
     def select(self, role: str, name: str) -> Found:
         """The class that plays ``role`` under ``name``: an entry point, an alias, or ``pkg.module:Class``.
@@ -101,7 +103,7 @@ class Registry:
             PluginError: unknown (with a suggestion), ambiguous, broken, or written for another contract version.
         """
         if ":" in name:
-            return self._selected(Entry(role, name, name, "local code"))
+            return self._selected(Entry(role, name, name, LOCAL))
         named = [entry for entry in self._entries[role] if entry.name == name] or self._by_alias(role, name)
         if not named:
             raise PluginError(
@@ -167,31 +169,39 @@ class Registry:
     def _found(self, entry: Entry, slow: float | None = None) -> Found:
         """Import and check. ``slow``: the log names it if that takes so many seconds. Raises ``PluginError``."""
         who = f"{entry.role} {entry.name!r} of {entry.distribution}"
-        said = peek(entry.target, BASES).requires_api
+        imported = entry.target.partition(":")[0] in sys.modules
+        said = None if imported else peek(entry.target, BASES).requires_api
         if said is not None and (refusal := self._contract.refusal(said)):
             raise PluginError(self._refused(who, entry, refusal))
         try:
             cls, seconds = load(entry.target)
         except BROKEN as error:
-            fix = entry.note or f"repair or uninstall {entry.distribution}"
+            fix = entry.note or _repair(entry)
             raise PluginError(f"{who} cannot be imported from {entry.target}: {one_line(error)}; {fix}") from error
         if slow is not None and seconds > slow:
             log.warning("%s took %.1f s to import (%s)", who, seconds, entry.target)
+        checked = self._checked.get(entry)
+        if checked is None or checked[0] is not cls:
+            checked = self._checked[entry] = (cls, self._verified(who, entry, cls))
+        return checked[1]
+
+    def _verified(self, who: str, entry: Entry, cls: Any) -> Found:
+        """The class held to the contract. Raises ``PluginError``; constructs nothing."""
         check_class(who, entry.role, cls)
         if refusal := self._contract.refusal(cls.requires_api):
             raise PluginError(self._refused(who, entry, refusal))
         try:
-            check_hooks(cls, [*ROLES.values(), Plugin], self._contract, asked=entry.role in ON_THE_BUS)
             notes = tuple(str(item) for item in self._contract.uses(cls))
+            check_hooks(cls, [*ROLES.values(), Plugin], self._contract, asked=entry.role in ON_THE_BUS)
             adapted = self._contract.adapt(cls)
         except PluginError as error:
-            raise PluginError(f"{who}: {error}; repair or uninstall {entry.distribution}") from error
+            raise PluginError(f"{who}: {error}; {_repair(entry)}") from error
         if missing := sorted(getattr(adapted, "__abstractmethods__", ())):
             raise PluginError(f"{who} does not implement {', '.join(missing)}, which its role {entry.role} needs")
         return Found(entry.role, adapted, entry.distribution, entry.version, (*notes, *filter(None, [entry.note])))
 
     def _refused(self, who: str, entry: Entry, refusal: str) -> str:
-        release = "a release" if entry.distribution == "local code" else f"a release of {entry.distribution}"
+        release = "a release" if entry.distribution == LOCAL else f"a release of {entry.distribution}"
         return f"{who} {refusal}: install {release} for {self._contract.version}"
 
     def _says(self, entry: Entry) -> Peek:
@@ -212,6 +222,10 @@ class Registry:
         """A hint where the name is that of a plugin of another role."""
         others = sorted({its for its, own, _ in self.owners() if own == name and its != role})
         return f" ({name!r} is a {' and a '.join(others)})" if others else ""
+
+
+def _repair(entry: Entry) -> str:
+    return "repair it" if entry.distribution == LOCAL else f"repair or uninstall {entry.distribution}"
 
 
 def check_class(who: str, role: str, cls: Any) -> None:

@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 NOTHING = frozenset({"none", "null"})
 AS_THEY_STAND = (str, bytes, SecretStr, SecretBytes)
 SECRET_NAMES = ("api_key", "password", "secret", "auth_token", "access_token")
+HIDDEN = "***"
 BOUNDS = (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below"))
 
 
@@ -123,6 +124,11 @@ def bounds_of(field: FieldInfo) -> str:
     found = [f"{words} {getattr(limit, name):g}" for limit in field.metadata for name, words in BOUNDS
              if isinstance(getattr(limit, name, None), (int, float))]  # fmt: skip
     return ", ".join(found)
+
+
+def hidden(name: str, value: Any) -> Any:
+    """The value, or ``***`` where its name says that it is not for others to see."""
+    return HIDDEN if value is not None and name.endswith(SECRET_NAMES) else value
 
 
 def is_secret(name: str, field: FieldInfo) -> bool:

@@ -59,7 +59,8 @@ def test_the_ten_line_plugin_is_the_example():
 
 
 @pytest.mark.parametrize(
-    ("name", "number"), [(n, i) for n, text in DOCS.items() for i in range(len(blocks(text, "python")))]
+    ("name", "number"),
+    [(n, i) for n, text in DOCS.items() if n != "contract.md" for i in range(len(blocks(text, "python")))],
 )
 def test_python_in_the_docs_runs(name, number):
     code = blocks(DOCS[name], "python")[number]

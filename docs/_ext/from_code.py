@@ -4,6 +4,7 @@ Directives::
 
     .. plugins:: scheduler              every built-in plugin of a role, with its options
     .. fields:: engine.EngineConfig     the fields of a pydantic model as a table
+    .. others:: engine.testing          public names of a package that no page of the reference has put in its place
     .. fragments::                      what changed since the last release
 """
 
@@ -26,6 +27,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from engine.cli.plugin_show import hooks_of, kind
+from engine.core import errors
 from engine.core.registry import Registry
 
 BUILT_IN = "sixhooks"
@@ -81,6 +83,23 @@ class Fields(Written):
         yield from table(getattr(importlib.import_module(module), name))
 
 
+class Others(Written):
+    """Public names that came after the page was written."""
+
+    required_arguments = 1
+
+    def lines(self) -> Iterator[str]:
+        """A section, if there are any."""
+        package = importlib.import_module(self.arguments[0])
+        missing = sorted(set(package.__all__) - set(vars(errors)) - named(Path(self.env.srcdir) / "reference"))
+        if missing:
+            yield from ("More", "----", "")
+        for name in missing:
+            value = getattr(package, name)
+            how = "autoclass" if inspect.isclass(value) else "autofunction" if callable(value) else "autodata"
+            yield from (f".. {how}:: {package.__name__}.{name}", "")
+
+
 class Fragments(SphinxDirective):
     """Changelog fragments, the newest first. For Markdown pages."""
 
@@ -94,6 +113,12 @@ class Fragments(SphinxDirective):
             first, *rest = file.read_text(encoding="utf-8").splitlines()
             lines += [f"* {first}", *(f"  {line}" for line in rest)]
         return self.parse_text_to_nodes("\n".join(lines))
+
+
+def named(folder: Path) -> set[str]:
+    """Names that pages of the reference document."""
+    text = "\n".join(page.read_text(encoding="utf-8") for page in sorted(folder.glob("*.rst")))
+    return {path.rpartition(".")[2] for path in re.findall(r"^\.\. (?:auto\w+|py:data):: (\S+)", text, re.MULTILINE)}
 
 
 def table(model: type[BaseModel]) -> Iterator[str]:
@@ -199,6 +224,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     """Tell Sphinx."""
     app.add_directive("plugins", Plugins)
     app.add_directive("fields", Fields)
+    app.add_directive("others", Others)
     app.add_directive("fragments", Fragments)
     app.connect("autodoc-process-docstring", improve, priority=400)  # before napoleon
     app.connect("autodoc-process-signature", shorten)

@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.core.batch import Batch
 from engine.core.continuation import Continuations
 from engine.core.errors import ExecutionError, ModelError
+from engine.core.memory import KVLayout, layout_digest
 from engine.core.models.source import resolve
 from engine.core.plan import Outcome, Plan
 from engine.core.protocols import Attention, ModelInfo
@@ -141,6 +142,15 @@ class Runner:
     def kv(self) -> dict[int, tuple[Tensor, Tensor]]:
         """Layer index -> its K and V memory itself, for connectors and tests. Empty before ``allocate``."""
         return {} if self._layers is None else self._layers.pages
+
+    def kv_layout(self) -> KVLayout | None:
+        """K and then V of every layer in turn; ``None`` where they do not lie in this process's memory."""
+        tensors = [side for _, pair in sorted(self.kv.items()) for side in pair]
+        if not tensors or any(tensor.device.type != "cpu" for tensor in tensors):
+            return None
+        shapes = [tuple(tensor.shape[1:]) for tensor in tensors]
+        digest = layout_digest(executor="torch", dtype=tensors[0].dtype, order="K, V a layer", shapes=shapes)
+        return KVLayout(tuple(tensor.view(t.uint8).flatten(1).numpy() for tensor in tensors), digest)
 
     @property
     def _loaded(self) -> LoadedModel:

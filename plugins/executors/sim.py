@@ -15,6 +15,7 @@ from pydantic import Field
 
 from engine.core.continuation import Continuations
 from engine.core.errors import ModelError
+from engine.core.memory import KVLayout, layout_digest
 from engine.core.plan import Outcome, Plan
 from engine.core.protocols import Executor, ModelInfo, PluginOptions
 from engine.core.request import Request
@@ -55,6 +56,11 @@ class SimExecutor(Executor):
 
     def allocate(self, num_pages: int, page_size: int) -> None:
         """There is no KV memory."""
+        self._page_size = page_size
+
+    def kv_layout(self) -> KVLayout:
+        """No bytes: connectors move keys only, and a hit is a hit."""
+        return KVLayout((), layout_digest(executor=self.name, page_size=self._page_size))
 
     def default_pages(self, page_size: int) -> int | None:
         """As configured."""

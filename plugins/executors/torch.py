@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from engine.core.errors import ConfigError, ExecutionError
+from engine.core.memory import KVLayout
 from engine.core.plan import Outcome, Plan
 from engine.core.protocols import Attention, Context, Executor, ModelInfo, PluginOptions
 
@@ -65,6 +66,10 @@ class TorchExecutor(Executor):
     def allocate(self, num_pages: int, page_size: int) -> None:
         """Allocate K and V of every layer, zeroed, ``[num_pages, page_size, kv_heads, head_dim]``. Mutates."""
         self._loaded.allocate(num_pages, page_size)
+
+    def kv_layout(self) -> KVLayout | None:
+        """K and then V of every layer in turn; ``None`` where they do not lie in this process's memory."""
+        return self._loaded.kv_layout()
 
     def start(self, context: Context) -> None:
         """Start the attention backend, which is this executor's. Called once, after ``allocate``."""

@@ -10,6 +10,8 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from engine.core.containment import STAT, STAT_DISABLED
+
 GAUGES = {
     "running": ("engine_requests_running", "Requests that hold KV pages"),
     "waiting": ("engine_requests_waiting", "Requests in the queue"),
@@ -60,6 +62,27 @@ class Snapshot(Collector):
             yield GaugeMetricFamily(name, words, value=self.stats.get(key, 0))
         for key, (name, words) in COUNTERS.items():
             yield CounterMetricFamily(name, words, value=self.stats.get(key, 0))
+        yield from plugin_families(self.stats)
+
+
+def plugin_families(stats: Mapping[str, int | float]) -> Iterable[Metric]:
+    """Faults of contained plugins by plugin and kind, and who was disabled for them."""
+    faults = CounterMetricFamily(
+        "engine_plugin_faults",
+        "Faults of policies and connectors: raised, answered (nonsense), slow, changed (a request)",
+        labels=["plugin", "kind"],
+    )
+    disabled = GaugeMetricFamily(
+        "engine_plugin_disabled", "1 where a plugin had so many faults that it is asked no more", labels=["plugin"]
+    )
+    for key, value in stats.items():
+        if key.startswith(STAT):
+            plugin, _, kind = key.removeprefix(STAT).rpartition(":")
+            faults.add_metric([plugin, kind], value)
+        elif key.startswith(STAT_DISABLED):
+            disabled.add_metric([key.removeprefix(STAT_DISABLED)], value)
+    yield faults
+    yield disabled
 
 
 class Metrics:

@@ -6,10 +6,14 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from engine.cli.app import run
+from engine.core.config import EngineConfig, flag_of, load_config, variable_of
+from engine.core.effective import Effective
+from engine.core.values import readable
 
 
 @pytest.fixture
@@ -157,3 +161,42 @@ def test_options_of_policies_reach_the_engine(engine):
     assert "option within (flag --policy.early-reject.within)" in err
     env = {"ENGINE_POLICIES__EARLY_REJECT__WITHIN": "5"}
     assert engine("generate", "hi", *flags, env=env)[0] == 0
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_the_docs_have_every_key_with_its_default():
+    rows = re.findall(r"^\| `(\w+)` \| (\S+) \| (.+) \|$", (DOCS / "configuration.md").read_text(), re.MULTILINE)
+    told = {key: (default.strip("`"), words.replace("`", "")) for key, default, words in rows}
+    values = dict(Effective(load_config()).values())
+    assert told == {
+        key: (readable(values[key]).replace("[]", "none"), field.description)
+        for key, field in EngineConfig.model_fields.items()
+    }
+
+
+@pytest.mark.parametrize("page", ["configuration.md", "plugins.md"])
+def test_the_flags_and_variables_of_the_docs_are_those(page):
+    text = (DOCS / page).read_text()
+    pairs = {
+        "kvcache.enable_prefix_caching": "false", "policies.cap.limit": "1", "scheduler.policy": "lpm",
+        "policies.dlpm.quantum": "512",
+    }  # fmt: skip
+    told = [key for key, value in pairs.items() if f"`{flag_of(key)} {value}`" in text]
+    assert told == [key for key, value in pairs.items() if f"`{variable_of(key)}={value}`" in text]
+    assert len(told) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env"),
+    [
+        (("serve", "--executor", "sim", "--executor.step-mss", "1"), {}),
+        (("serve",), {"ENGINE_SHEDULER": "radix"}),
+        (("serve", "--policy.dlpm.quantum", "5"), {}),
+    ],
+)
+def test_the_mistakes_of_the_docs_are_told_so(engine, arguments, env):
+    code, _, err = engine(*arguments, env=env)
+    assert code == 2
+    assert err in (DOCS / "configuration.md").read_text()

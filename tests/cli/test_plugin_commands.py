@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,9 @@ import pytest
 from engine.cli.plugin_new import write
 from engine.cli.plugin_templates import CODE
 from engine.core.errors import ConfigError, PluginError
+from engine.core.protocols import ROLES
 from engine.core.registry import Registry
+from engine.testing import SUITES
 from engine.testing.checking import check, suites
 
 
@@ -71,37 +75,67 @@ def test_new_does_not_overwrite(tmp_path):
     write("fine", "policy", tmp_path)
     with pytest.raises(ConfigError, match="exists already"):
         write("fine", "policy", tmp_path)
-    with pytest.raises(PluginError, match="no template for role 'frontend'"):
-        write("other", "frontend", tmp_path)
+    with pytest.raises(PluginError, match="no template for role 'front'.*did you mean 'frontend'"):
+        write("other", "front", tmp_path)
 
 
-def test_a_new_package_installs_and_passes(tmp_path):
+def test_every_role_has_a_template_and_a_suite():
+    assert set(CODE) == set(ROLES) == set(SUITES)
+
+
+@pytest.mark.parametrize(
+    ("name", "role", "words"),
+    [
+        ("fair-share", "policy", "taken by the policy 'fair-share' of sixhooks: choose another, e.g. my-fair-share"),
+        ("sglang", "kvcache", "taken by the kvcache 'radix' of sixhooks, which has it as an alias"),
+        ("openai", "frontend", "taken by the frontend 'openai' of sixhooks"),
+        ("numpy", "policy", "taken by the installed distribution numpy: choose another, e.g. my-numpy"),
+        ("zipfile", "policy", "taken by the module zipfile"),
+    ],
+)
+def test_a_name_that_is_taken_is_refused(name, role, words, tmp_path):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        write(name, role, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_of_another_role_is_free(tmp_path):
+    assert write("fair-share", "executor", tmp_path).is_dir()
+
+
+INSTALLED = {"policy": "lone", "attention": "scale", "frontend": "in_use"}  # role -> a rule, beside that of the options
+
+
+@pytest.mark.parametrize("role", INSTALLED)
+def test_a_new_package_installs_and_passes(role, tmp_path, monkeypatch):
     """As a stranger would: new, pip install (offline), list, check, its own tests."""
-    code, out, err = engine("plugins", "new", "my-order", "--role", "policy", where=tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # small tensors, and other tests beside this one
+    code, out, err = engine("plugins", "new", "my-own", "--role", role, where=tmp_path)
     assert code == 0, err
-    assert "engine plugins check my-order" in out
-    site, source = tmp_path / "site", tmp_path / "my-order"
+    assert "engine plugins check my-own" in out
+    site, source = tmp_path / "site", tmp_path / "my-own"
     command = [
         sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation",
         "--disable-pip-version-check", "--target", str(site), str(source),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    code, out, err = engine("plugins", "show", "my-order", path=site)
-    assert "policy my-order" in out
-    assert "from      my-order 0.1.0 (my_order:MyOrder)" in out
+    code, out, err = engine("plugins", "show", "my-own", path=site)
+    assert f"{role} my-own" in out
+    assert "from      my-own 0.1.0 (my_own:MyOwn)" in out
     arguments = ["--workloads", "1", "--seed", "5", "--cost-limit", "0"]
-    code, out, err = engine("plugins", "check", "my-order", *arguments, path=site)
+    code, out, err = engine("plugins", "check", "my-own", *arguments, path=site)
     assert code == 0, out + err
-    assert "1 hold (seed 5)" in out
+    assert ("1 hold (seed 5)" in out) == (role == "policy")
+    assert ("batch invariance" in out) == (role == "attention")
     assert out.endswith("  ok\n")
-    tests = [sys.executable, "-m", "pytest", "-q", "-k", "selected or lone", str(source / "tests")]
+    tests = [sys.executable, "-m", "pytest", "-q", "-k", f"selected or {INSTALLED[role]}", str(source / "tests")]
     done = subprocess.run(tests, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(site)})
     assert done.returncode == 0, done.stdout
     assert "2 passed" in done.stdout
 
 
-@pytest.mark.parametrize("role", sorted(set(CODE) - {"policy"}))
+@pytest.mark.parametrize("role", sorted(set(CODE) - set(INSTALLED)))
 def test_every_template_passes_its_suite(role, tmp_path, monkeypatch):
     folder = write(f"my-{role}", role, tmp_path)
     monkeypatch.syspath_prepend(folder)
@@ -141,3 +175,111 @@ def test_check_takes_a_suite_with_its_settings(tmp_path):
     code, out, _ = engine("plugins", "check", "mine:TestMine", *arguments, path=tmp_path)
     assert code == 0, out
     assert "µs a step at 8 running" in out
+
+
+HANGS = """
+import os, threading
+from engine.core import Policy, hookimpl
+
+class Waits(Policy):
+    "Waits for who never comes."
+    name = "waits"
+    @hookimpl
+    def order(self, waiting):
+        if len(waiting) > 2:
+            threading.Event().wait()
+
+class Spins(Policy):
+    "Looks for ever."
+    name = "spins"
+    @hookimpl
+    def admit(self, request):
+        while True:
+            pass
+
+class Dies(Policy):
+    "Takes the process down."
+    name = "dies"
+    @hookimpl
+    def admit(self, request):
+        os.abort()
+
+class Leaves(Policy):
+    "Says that all is well, and goes."
+    name = "leaves"
+    @hookimpl
+    def admit(self, request):
+        os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "words", "place"),
+    [
+        ("Waits", "Answers are valid", "it has not come back for 2 s", "line 11 in order"),
+        ("Spins", "After close", "it has not come back for 2 s", "in admit"),
+        ("Dies", "After close", "its process died of SIGABRT", "in admit"),
+        ("Leaves", "After close", "its process was ended by somebody, with exit code 0", ""),
+    ],
+)
+def test_a_plugin_that_never_comes_back_is_told_with_rule_and_place(name, rule, words, place, tmp_path):
+    (tmp_path / "hangs.py").write_text(HANGS)
+    arguments = ["--time-limit", "2", "--seed", "1"]
+    code, out, err = engine("plugins", "check", f"hangs:{name}", *arguments, path=tmp_path)
+    assert code == 1, out + err
+    assert out.startswith(f"policy {name.lower()} (local code)\n  BROKEN     {rule}")
+    assert f"  what       {words}\n" in out
+    assert re.search(r"^  where      test_\w+(\[.+\])? \(seed 1\)$", out, re.MULTILINE)
+    if place:
+        assert re.search(rf'^  stack  .*\n(.*\n)*? +File ".*hangs.py", .*{place}', out, re.MULTILINE), out
+    assert f"again      engine plugins check hangs:{name} --seed 1 --time-limit 2" in out
+
+
+def test_a_module_that_never_comes_back_is_told(tmp_path):
+    (tmp_path / "endless.py").write_text("while True: pass\n")
+    code, out, _ = engine("plugins", "check", "endless:Thing", "--time-limit", "2", path=tmp_path)
+    assert code == 1
+    assert "BROKEN     A plugin can be imported." in out
+    assert 'endless.py", line 1 in <module>' in out
+
+
+def test_without_a_time_limit_there_is_no_second_process(tmp_path):
+    (tmp_path / "parent.py").write_text(
+        "import os\n"
+        "from engine.core import Policy\n"
+        "class Named(Policy):\n"
+        "    'Named after its process.'\n"
+        "    name = f'of-{os.getpid()}'\n"
+    )
+    arguments = ["plugins", "check", "parent:Named", "--workloads", "0", "--cost-limit", "0", "--time-limit"]
+    code = "import os; print(os.getpid(), flush=True); from engine.cli import main; main()"
+    for limit, same in (("0", True), ("60", False)):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments, limit], capture_output=True, text=True, timeout=300,
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        pid = done.stdout.splitlines()[0]
+        assert (f"policy of-{pid} " in done.stdout) == same
+
+
+def test_who_ends_the_check_ends_what_hangs(tmp_path):
+    (tmp_path / "endless.py").write_text(
+        f"import os, pathlib\npathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))\nwhile True: pass\n"
+    )
+    command = [sys.executable, "-c", "from engine.cli import main; main()", "plugins", "check", "endless:Thing"]
+    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    deadline = time.monotonic() + 60
+    while not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(30) == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_options_of_plugins_are_not_dropped_in_silence():
+    code, _, err = engine("plugins", "check", "radix", "--scheduler.policy", "lpm")
+    assert code == 2
+    assert "'check' takes no plugin options such as --scheduler.policy" in err

@@ -224,6 +224,11 @@ def test_a_selection_keeps_the_options_of_those_who_stay(tmp_path):
     assert options(load_config(file=file, flags={"policies": [""]})) == {}
 
 
+def test_policies_in_python():
+    config = EngineConfig.model_validate({"policies": {"a": {"x": 1}, "b": {}}})
+    assert [(policy.name, policy.options) for policy in config.policies] == [("a", {"x": 1}), ("b", {})]
+
+
 def test_local_code_has_options_too():
     name = "my_pkg.rules:Mine"
     assert options(load_config(flags={"policies": [name], f"policies.{name}.limit": "3"})) == {name: {"limit": "3"}}
@@ -242,6 +247,7 @@ def test_local_code_has_options_too():
         ({}, {"policies": 5}, "flag --policy.: must be a list of names or tables"),
         ({}, {"policies": {"dlpm": 5}}, "policies.dlpm .*must be a table of options"),
         ({}, {"policies": ["a", "a"], "policy.a.x": "1"}, "'a' is selected 2 times"),
+        ({"ENGINE_SCHEDULER__": "x"}, {}, "unknown key 'scheduler.' .environment ENGINE_SCHEDULER__."),
         ({}, {"scheduler": ""}, "must be a plugin's name"),
         ({"ENGINE_KV_MEMORY": "much"}, {}, "kv_memory .environment ENGINE_KV_MEMORY.: 'much' is not a size"),
         ({}, {"num_pages": "0"}, "num_pages .flag --num-pages."),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, model_validator
 
 from engine.core import ConfigError, PluginError, PluginOptions, Policy, load_config
 from engine.core.effective import Effective
@@ -18,6 +18,22 @@ class Guarded(Policy):
         token: SecretStr | None = Field(None, description="hidden")
         must: int = Field(description="required")
         limit: int | None = Field(4, description="none: no limit")
+
+
+class Agreeing(Policy):
+    """Its options must agree."""
+
+    name = "agreeing"
+
+    class Options(PluginOptions):
+        low: int = Field(0, description="at least")
+        high: int = Field(9, description="at most")
+
+        @model_validator(mode="after")
+        def _agree(self):
+            if self.low > self.high:
+                raise ValueError(f"low {self.low} is above high {self.high}")
+            return self
 
 
 GUARDED = f"{__name__}:Guarded"
@@ -55,6 +71,11 @@ def test_text_is_typed():
         ({"scheduler": "radixx"}, PluginError, "did you mean 'radix'"),
         ({"policies": ["fair-share"], "policies.fair-share.weights": "a"}, ConfigError, "option weights.*no value"),
         ({"policies": [GUARDED]}, ConfigError, "option must: is required; set it with --policy"),
+        (
+            {"policies": [{"name": f"{__name__}:Agreeing", "low": 10}]},
+            ConfigError,
+            "policy '.*Agreeing': low 10 is above high 9$",
+        ),
         ({"policies": [{"name": GUARDED, "must": 1, "token": 7}]}, ConfigError, "option token .*valid string$"),
     ],
 )

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import pytest
+
 from engine.core import Connector, TransferEvent, hookimpl
+from engine.core.registry import Registry
 from engine.testing import (
+    AttentionSuite,
     ConnectorSuite,
     DoNothing,
     ExecutorSuite,
+    FrontendSuite,
     KVCacheSuite,
     PolicySuite,
     SchedulerSuite,
+    Suite,
 )
 
 
@@ -60,6 +66,11 @@ class TestSim(ExecutorSuite):
     plugin = "sim"
 
 
+@pytest.mark.model
+class TestTorch(ExecutorSuite):
+    plugin = "torch"
+
+
 class Courier(Connector):
     """Carries everything by the next call."""
 
@@ -77,3 +88,28 @@ class Courier(Connector):
 
 class TestCourier(ConnectorSuite):
     plugin = Courier
+
+
+class TestTorchAttention(AttentionSuite):
+    plugin = "torch"
+    dtypes = ("float32", "bfloat16", "float16")
+
+
+class TestOpenAI(FrontendSuite):
+    plugin = "openai"
+
+
+def test_every_built_in_plugin_is_tried():
+    """Policies are tried in ``policies``."""
+    tried = {(suite.role, suite().found().cls) for suite in globals().values() if is_suite(suite)}
+    for line in Registry().listing():
+        if (
+            line.distribution == "sixhooks"
+            and (line.role, line.name) != ("executor", "torch")
+            and line.role != "policy"
+        ):
+            assert (line.role, Registry().select(line.role, line.name).cls) in tried, line
+
+
+def is_suite(value):
+    return isinstance(value, type) and issubclass(value, Suite) and value.plugin

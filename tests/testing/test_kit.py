@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+import engine.testing
 from engine.core import OutOfPages, SamplingParams, Transfer, Why
 from engine.core.registry import make
 from engine.testing import (
@@ -135,3 +140,17 @@ def test_a_workload_sees_a_text_that_is_not_the_models():
     workload.executor.script = lambda request: 1
     with pytest.raises(Violation, match="which is not what the model says"):
         workload.run()
+
+
+def test_the_docs_tell_of_everything_that_is_public():
+    text = (Path(__file__).parents[2] / "docs" / "plugins.md").read_text()
+    section = text.split("## Suites", 1)[1].split("## Steps by hand", 1)[0]
+    assert {name for name in engine.testing.__all__ if f"`{name}`" not in section} == set()
+    assert set(re.findall(r"^\| `(\w+Suite)` \|", section, re.MULTILINE)) == {
+        suite.__name__ for suite in engine.testing.SUITES.values()
+    }
+
+
+def test_importing_the_kit_imports_nothing_heavy():
+    code = "import sys, engine.testing; print([m for m in ('torch', 'fastapi', 'pytest') if m in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

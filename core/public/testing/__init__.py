@@ -13,6 +13,7 @@ Example::
 
 from __future__ import annotations
 
+from engine.testing.clients import Answer, FrontendClient, OpenAIClient, Refused
 from engine.testing.doubles import DoNothing, FaultyCache, FaultyConnector
 from engine.testing.executors import KVMismatch, ScriptedExecutor, ScriptedModel, ShadowExecutor, Witness
 from engine.testing.guard import Violation
@@ -23,6 +24,7 @@ from engine.testing.suites import (
     AttentionSuite,
     ConnectorSuite,
     ExecutorSuite,
+    FrontendSuite,
     KVCacheSuite,
     PolicySuite,
     SchedulerSuite,
@@ -32,16 +34,21 @@ from engine.testing.workload import Situation, Workload
 
 __all__ = [
     "SUITES",
+    "Answer",
     "AttentionSuite",
     "ConnectorSuite",
     "DoNothing",
     "ExecutorSuite",
     "FaultyCache",
     "FaultyConnector",
+    "FrontendClient",
+    "FrontendSuite",
     "Harness",
     "KVCacheSuite",
     "KVMismatch",
+    "OpenAIClient",
     "PolicySuite",
+    "Refused",
     "SchedulerSuite",
     "ScriptedExecutor",
     "ScriptedModel",

@@ -15,7 +15,10 @@ from engine.core.protocols import ROLES
 from engine.core.registry import Found, Registry
 from engine.testing.cost import Cost, measure
 from engine.testing.suites import SUITES, Law, Suite
+from engine.testing.watched import Place
 from engine.testing.workload import Situation
+
+Watch = Callable[[Place], None]
 
 FUZZ_RULE = (
     "Under any hostile workload every request ends, says what the model says, and reads no KV but its own; "
@@ -49,8 +52,11 @@ class Report:
 
 def suite_of(found: Found, options: Mapping[str, Any]) -> type[Suite]:
     """The suite of the plugin's role, about this plugin."""
-    base = SUITES.get(found.role) or type(f"{found.role}Suite", (Suite,), {"role": found.role})
-    return type(f"{found.cls.__name__}Check", (base,), {"plugin": found.cls, "origin": found, "options": dict(options)})
+    return type(
+        f"{found.cls.__name__}Check",
+        (SUITES[found.role],),
+        {"plugin": found.cls, "origin": found, "options": dict(options)},
+    )
 
 
 def suites(target: str, registry: Registry, options: Mapping[str, Any]) -> list[type[Suite]]:
@@ -82,6 +88,7 @@ def check(
     cost_limit: float | None = 2.0,
     clock: Callable[[], float] = time.perf_counter,
     running: int = 256,
+    watch: Watch = lambda place: None,
 ) -> Report:
     """Check one plugin; stops at the first violation.
 
@@ -92,45 +99,78 @@ def check(
         cost_limit: most times that a step may cost with the plugin what it costs without; ``None``: not measured.
         clock: seconds, for the cost.
         running: requests that run while the cost is measured.
+        watch: told what is tried next.
     """
     report = Report(suite().found(), seed)
-    with _quiet():
-        for law in suite.laws():
-            report.finding = _try(law)
-            if report.finding is not None:
-                return report
-            report.rules += 1
-        if suite.role in FUZZED:
-            _fuzz(suite(), report, workloads)
-        if report.finding is None and suite.role in FUZZED and cost_limit is not None:
-            plain = Situation()
-            report.cost = measure(lambda: suite().plugins(plain), clock=clock, running=running)
-            if report.cost.ratio > cost_limit:
-                report.finding = Finding(COST_RULE.format(limit=cost_limit), str(report.cost), "cost")
-        if report.finding is None:
-            report.notes = suite().notes()
+    trying = _Trying(report, watch)
+    try:
+        with _quiet():
+            _check(suite, report, trying, workloads, cost_limit, lambda plugins: measure(
+                plugins, clock=clock, running=running))  # fmt: skip
+    finally:
+        suite.teardown_class()
     return report
+
+
+@dataclass(frozen=True, slots=True)
+class _Trying:
+    """Tells whoever watches what is tried next."""
+
+    report: Report
+    watch: Watch
+
+    def __call__(self, rule: str, where: str) -> None:
+        found = self.report.found
+        name = f"{found.role} {found.cls.name} ({f'{found.distribution} {found.version}'.strip()})"
+        self.watch(Place(name, rule, where, self.report.seed))
+
+
+def _check(
+    suite: type[Suite],
+    report: Report,
+    trying: _Trying,
+    workloads: int,
+    cost_limit: float | None,
+    cost: Callable[[Callable[[], Mapping[str, Any]]], Cost],
+) -> None:
+    for law in suite.laws():
+        trying(law.rule, law.where)
+        report.finding = _try(law)
+        if report.finding is not None:
+            return
+        report.rules += 1
+    if suite.role in FUZZED:
+        _fuzz(suite(), report, trying, workloads)
+    if report.finding is None and suite.role in FUZZED and cost_limit is not None:
+        trying(COST_RULE.format(limit=cost_limit), "cost")
+        report.cost = cost(lambda: suite().plugins(Situation()))
+        if report.cost.ratio > cost_limit:
+            report.finding = Finding(COST_RULE.format(limit=cost_limit), str(report.cost), "cost")
+    if report.finding is None:
+        trying("What a plugin is like is told beside the rules.", "notes")
+        report.notes = suite().notes()
 
 
 def _try(law: Law) -> Finding | None:
     try:
         law.check()
     except Exception as error:
-        where = law.name if law.situation is None else f"{law.name}[{law.situation}]"
-        return Finding(law.rule, _words(error), where)
+        return Finding(law.rule, _words(error), law.where)
     return None
 
 
-def _fuzz(suite: Suite, report: Report, workloads: int) -> None:
+def _fuzz(suite: Suite, report: Report, trying: _Trying, workloads: int) -> None:
     for seed in range(report.seed, report.seed + workloads):
         rng = random.Random(seed)
         scheduler, kvcache = rng.choice(("unified", "radix")), rng.choice(("paged", "radix"))
         traits = [rng.random() < 0.5 for _ in range(4)]
         situation = Situation(scheduler, kvcache, rng.choice((1, 4)), *traits)
+        where = f"fuzz[{situation}] --seed {seed} --workloads 1"
+        trying(FUZZ_RULE, where)
         try:
             suite.workload(situation, seed, requests=40).run()
         except Exception as error:
-            report.finding = Finding(FUZZ_RULE, _words(error), f"fuzz[{situation}] --seed {seed} --workloads 1")
+            report.finding = Finding(FUZZ_RULE, _words(error), where)
             return
         report.workloads += 1
 

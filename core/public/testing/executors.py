@@ -234,7 +234,8 @@ class ShadowExecutor(ScriptedModel):
 def _mark(before: int | bytes, token: int) -> int:
     """Of one position, from the one before (the namespace, for the first): the same in every process, never 0."""
     data = before if isinstance(before, bytes) else before.to_bytes(8, "little")
-    return int.from_bytes(blake2b(data + token.to_bytes(8, "little", signed=True), digest_size=7).digest(), "little") + 1
+    digest = blake2b(data + token.to_bytes(8, "little", signed=True), digest_size=7).digest()
+    return int.from_bytes(digest, "little") + 1
 
 
 class Witness(Policy):

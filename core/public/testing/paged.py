@@ -36,10 +36,10 @@ class Shape:
 
 
 class Row(NamedTuple):
-    """A row of a batch: ``start`` tokens have KV, ``count`` are computed."""
+    """A row of a batch: ``start`` tokens have KV, ``tokens`` more are computed."""
 
     start: int
-    count: int
+    tokens: int
 
 
 class PagedMemory:

@@ -6,13 +6,22 @@ from engine.testing.suites.attention import AttentionSuite
 from engine.testing.suites.base import Law, Suite
 from engine.testing.suites.connector import ConnectorSuite
 from engine.testing.suites.executor import ExecutorSuite
+from engine.testing.suites.frontend import FrontendSuite
 from engine.testing.suites.kvcache import KVCacheSuite
 from engine.testing.suites.policy import PolicySuite
 from engine.testing.suites.scheduler import SchedulerSuite
 
 SUITES: dict[str, type[Suite]] = {
     suite.role: suite
-    for suite in (SchedulerSuite, KVCacheSuite, PolicySuite, ExecutorSuite, ConnectorSuite, AttentionSuite)
+    for suite in (
+        SchedulerSuite,
+        KVCacheSuite,
+        PolicySuite,
+        ExecutorSuite,
+        ConnectorSuite,
+        AttentionSuite,
+        FrontendSuite,
+    )
 }
 """Role -> its suite."""
 
@@ -21,6 +30,7 @@ __all__ = [
     "AttentionSuite",
     "ConnectorSuite",
     "ExecutorSuite",
+    "FrontendSuite",
     "KVCacheSuite",
     "Law",
     "PolicySuite",

@@ -23,6 +23,11 @@ class Law(NamedTuple):
     situation: Any
     check: Callable[[], None]
 
+    @property
+    def where(self) -> str:
+        """The test and its situation, as pytest names them."""
+        return self.name if self.situation is None else f"{self.name}[{self.situation}]"
+
 
 class Suite:
     """Subclass it in a test module, say which plugin, and pytest runs every rule of its role. Needs no pytest itself.
@@ -82,6 +87,10 @@ class Suite:
         """A hostile workload with the plugin in it, not run yet."""
         chosen = self.seed if seed is None else seed
         return Workload(chosen, situation, self.plugins(situation), self.limits, requests)
+
+    @classmethod
+    def teardown_class(cls) -> None:
+        """What the rules of this suite shared is not needed any more; pytest and ``check`` call it."""
 
     # ---- rules of every role
 
