@@ -310,13 +310,22 @@ def moved():
     core.step()
 
 
+def reweighted():
+    """Other weights under a running engine."""
+    core = assemble(EngineConfig(executor="sim", policies=["random-leaf"]))
+    core.add([1, 2, 3])
+    core.step()
+    core.update_weights(lambda now: {**now, "step": 1}, running="recompute")
+    core.close()
+
+
 def pages_of_examples():
     for name in ("Scheduler", "Attention", "Frontend"):
         exec(compile(example(name), name, "exec"), {"__name__": "example"})
 
 
-SCENARIOS = (everyday, unsized, failing, slots, shortage, looked_up, moved, pages_of_examples)
-OUTSIDE = {("kvcache", "reset")}  # people's to call; the core only relies on it
+SCENARIOS = (everyday, unsized, failing, slots, shortage, looked_up, moved, reweighted, pages_of_examples)
+OUTSIDE = {("kvcache", "reset"), ("frontend", "app")}  # people's to call; the core only relies on it
 
 
 def test_each_method_of_each_role_is_called():
