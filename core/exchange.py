@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from engine.core.errors import ConfigError
 from engine.core.identity import page_digests
+from engine.core.pace import Pace
 from engine.core.plan import Plan, Transfer, TransferEvent
 from engine.core.protocols import Connector, Executor
 from engine.core.request import Finish, Request, State
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 KV = "kv"  # what a parked request waits for
 REST = 0.0005  # seconds between two looks at the connectors while nothing can be computed
 PATIENCE = 5.0  # seconds
+RETRY = 16  # one in so many loads is tried although loading has been slower than computing
 SAVING_SHARE = 4  # at most one in so many pages is fenced for being saved
 
 
@@ -49,6 +51,7 @@ class Load:
     stand_in: Request | None = None
     first: int = 0  # pages that were cached here when the transfer began
     pull: str = ""
+    begun: float = 0.0
     awaited: bool = True  # somebody still waits for it
 
 
@@ -76,7 +79,8 @@ class Exchange:
         self._loading: dict[str, Load] = {}
         self._saving: dict[str, int] = {}  # transfer id -> pages
         self._chains: dict[Request, Chain] = {}
-        self._names = 0
+        self._names = self._chances = 0
+        self._pace = Pace()
         self.evicted = 0
 
     def __len__(self) -> int:
@@ -186,12 +190,22 @@ class Exchange:
             load.source, load.upto = source, tokens
         if load.probes or not load.awaited:
             return
-        if load.source is not None:
-            here = self._core.kv.match(load.request).tokens
-            if load.upto - here >= max(size, load.source.min_tokens):
-                self._begin(load)
-                return
-        self._ready(load)
+        if load.source is not None and self._worth(load, load.source):
+            self._begin(load)
+        else:
+            load.source = None
+            self._ready(load)
+
+    def _worth(self, load: Load, source: Connector) -> bool:
+        """Whether it gives enough, and sooner than computing would. Now and then it is tried all the same."""
+        gain = load.upto - self._core.kv.match(load.request).tokens
+        if gain < max(self._core.limits.page_size, source.min_tokens):
+            return False
+        self._chances += 1
+        if self._pace.worth(source) or not self._chances % RETRY:
+            return True
+        self._core.counters.slow_loads += 1
+        return False
 
     def _begin(self, load: Load) -> None:
         """Take pages for what is missing here, and have it loaded; tried again where there are none now."""
@@ -214,7 +228,7 @@ class Exchange:
         self.evicted = 0
         taken = kv.take(stand_in, need)
         stand_in.pages.extend(taken)
-        load.stand_in, load.pull = stand_in, self._name(request)
+        load.stand_in, load.pull, load.begun = stand_in, self._name(request), core.roster.now()
         self._loading[load.pull] = load
         keys = tuple(load.keys[load.first : load.upto // size])
         self.ask(Transfer(load.pull, "pull", request.id, tuple(taken), keys, to=core.hooks.name(source)))
@@ -232,6 +246,9 @@ class Exchange:
             core.counters.loaded_tokens += good * core.limits.page_size
         kv.release(stand_in, keep=upto)
         load.stand_in = None
+        if good == len(wish.pages) and load.source is not None:
+            tokens = len(wish.pages) * core.limits.page_size
+            self._pace.loaded(load.source, core.roster.now() - load.begun, tokens)
         if good < len(wish.pages):
             core.counters.failed_loads += 1
             log.warning(
@@ -259,6 +276,10 @@ class Exchange:
 
     def committed(self, plan: Plan, finished: Sequence[Request]) -> None:
         """Hand whole pages of prompts on as they are computed, and those of outputs at their end. Mutates."""
+        if self._sources:
+            self._pace.committed(self._core.roster.now(), plan.total_tokens, len(plan.requests))
+            if not self._core.running:
+                self._pace.paused()
         if not self._sinks:
             return
         if plan.total_tokens > len(plan.requests):  # else all of them decode

@@ -68,6 +68,7 @@ class Counters:
     loaded_tokens: int = 0  # that came from connectors
     failed_loads: int = 0  # loads of which a part or all did not come
     late_loads: int = 0  # look-ups and loads that were not waited for any longer
+    slow_loads: int = 0  # not begun, since computing has been faster
     unsaved_pages: int = 0  # not handed to connectors, which had enough to save
     failed_saves: int = 0
     stray_events: int = 0

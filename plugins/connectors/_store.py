@@ -135,10 +135,12 @@ class StoreConnector(Connector, ABC):
                     self._wake.wait()
                 if self._closing:
                     return
-            if self._pulls:
-                self._events.append(self._load(self._pulls.popleft()))
-            elif self._pushes:
-                self._events.append(self._save(self._pushes.popleft()))
+            wish = (self._pulls or self._pushes).popleft()
+            if len(wish.keys) != len(wish.pages):
+                reason = f"{len(wish.keys)} keys for {len(wish.pages)} pages"
+                self._events.append(TransferEvent(wish.id, "failed", reason=reason))
+            else:
+                self._events.append(self._load(wish) if wish.kind == "pull" else self._save(wish))
 
     def _load(self, wish: Transfer) -> TransferEvent:
         for at, (key, page) in enumerate(zip(wish.keys, wish.pages, strict=True)):

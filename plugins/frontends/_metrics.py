@@ -29,7 +29,13 @@ COUNTERS = {
     "cached_tokens": ("engine_cached_tokens", "Tokens that the prefix cache gave"),
     "computed_tokens": ("engine_computed_tokens", "Tokens that were computed"),
     "failed_steps": ("engine_failed_steps", "Steps that the executor could not compute"),
+    "loaded_tokens": ("engine_loaded_tokens", "Tokens whose KV came from connectors"),
+    "failed_loads": ("engine_failed_loads", "Loads of which a part or all did not come"),
+    "late_loads": ("engine_late_loads", "Look-ups and loads that were not waited for any longer"),
+    "failed_saves": ("engine_failed_saves", "Transfers to connectors that failed"),
+    "unsaved_pages": ("engine_unsaved_pages", "KV pages not handed to connectors, which had enough to save"),
 }
+SCHEDULER = "scheduler_"
 LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
@@ -63,6 +69,11 @@ class Snapshot(Collector):
         for key, (name, words) in COUNTERS.items():
             yield CounterMetricFamily(name, words, value=self.stats.get(key, 0))
         yield from plugin_families(self.stats)
+        own = GaugeMetricFamily("engine_scheduler", "Numbers of the scheduler's own, by name", labels=["name"])
+        for key, value in self.stats.items():
+            if key.startswith(SCHEDULER):
+                own.add_metric([key.removeprefix(SCHEDULER)], value)
+        yield own
 
 
 def plugin_families(stats: Mapping[str, int | float]) -> Iterable[Metric]:

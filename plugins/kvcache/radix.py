@@ -221,7 +221,7 @@ class RadixCache(KVCache):
 
     def _hold(self, request: Request) -> Hold:
         """The request's state, its key brought up to its tokens."""
-        hold = request.kv_state
+        hold: Hold | None = request.kv_state
         if hold is None:
             hold = request.kv_state = Hold(request.packed)
         known = len(hold.key) // TOKEN_BYTES

@@ -263,6 +263,21 @@ def test_nonsense(hook, kind, scheduler, kvcache, overlap):
     assert faults.disabled == (faults.faults == FAULT_LIMIT)
 
 
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("too many", "evict answered more than 20 keys"),
+        ("endless", "evict answered more than 20 keys"),
+        ("unhashable", "raised TypeError: unhashable type: 'Unhashable' (in evict)"),
+        ("rude", "raised OSError: no hash today (in evict)"),
+        ("unknown", "evict answered 3 keys, and none of them can be given up"),
+    ],
+)
+def test_keys_are_judged_before_any_cache_sees_them(kind, words):
+    core, _ = serve([policy("evict", EVICTS[kind])])
+    assert words in core.hooks.faults()[0].last
+
+
 def test_words_without_end_are_cut():
     seen = []
     core = make_core(policies=[policy("admit", lambda step, request: Wait("x" * 10**6) if step.running else None)])

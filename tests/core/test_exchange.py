@@ -267,3 +267,28 @@ def test_walks_over_a_bad_line(scheduler, kvcache, overlap, seed):
         core.close()
     assert loaded > 0
     assert core.executor.mismatch is None
+
+
+@pytest.mark.parametrize("seconds", [0.001, 4.0])
+def test_a_store_that_is_slower_than_the_model_is_tried_now_and_then_only(seconds):
+    """The clock goes by what is done: a step takes 0.1 s, a load ``seconds``."""
+    now = [0.0]
+    shelf = Shelf(patience=60.0)
+    core = core_of(shelf, clock=lambda: now[0], num_pages=60)
+
+    def verdict(wish):
+        now[0] += seconds if wish.kind == "pull" else 0.0
+        return None
+
+    shelf.verdict = verdict
+    prompts = [[number, *PROMPT] for number in range(40)]
+    for prompt in (*prompts, *prompts):
+        core.add(prompt, SamplingParams(max_tokens=1))
+        while core.has_work:
+            core.step()
+            now[0] += 0.1
+        core.kv.reset()
+    loads = sum(wish.kind == "pull" for wish in shelf.seen)
+    slow = core.counters.slow_loads
+    assert loads + slow == 40
+    assert loads == (40 if seconds < 1 else 3), "the first one is how it is found out"

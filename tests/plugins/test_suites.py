@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+
 import pytest
 
 from engine.core import Connector, TransferEvent, hookimpl
@@ -88,6 +90,23 @@ class Courier(Connector):
 
 class TestCourier(ConnectorSuite):
     plugin = Courier
+
+
+class TestHost(ConnectorSuite):
+    plugin = "host"
+
+
+class TestFile(ConnectorSuite):
+    plugin = "file"
+
+    @classmethod
+    def setup_class(cls):
+        cls._folder = tempfile.TemporaryDirectory()
+        cls.options = {"root": cls._folder.name}
+
+    @classmethod
+    def teardown_class(cls):
+        cls._folder.cleanup()
 
 
 class TestTorchAttention(AttentionSuite):

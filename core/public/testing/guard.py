@@ -18,7 +18,7 @@ def audit_pages(core: EngineCore) -> None:
     """Pages in use belong to those that use them. Raises ``Violation``; believes neither cache nor scheduler."""
     held, size = core.pool.held, core.pool.page_size
     users: dict[int, tuple[Request, int]] = {}
-    for request in core.running:
+    for request in (*core.running, *core.exchange.stand_ins()):
         for place, page in enumerate(request.pages):
             if page not in held:
                 raise Violation(f"page {page} of {request!r} was given back to the pool while it is in use")
