@@ -377,13 +377,13 @@ class EngineCore:
             ConfigError, ModelError: as the executor says; nothing was changed.
         """
         self._check_open()
-        if not self.exchange.drain():
-            raise EngineError("KV of the old weights is being transferred: the weights cannot be replaced now")
         if not self.flight.overlap:
             self.flight.check_room()
         while (plan := self.flight.oldest) is not None:
             self._complete(plan)
         weights.check_running(self, running)
+        if not self.exchange.drain():  # last: what was just completed may be on its way out
+            raise EngineError("KV of the old weights is being transferred: the weights cannot be replaced now")
         try:
             replaced = new(self.executor.weights()) if callable(new) else new
             fingerprint = self.executor.update_weights(replaced, version)

@@ -16,6 +16,7 @@ import pytest
 
 from engine.cli.doctor import plugins
 from engine.core import EngineConfig, PluginError, SamplingParams, assemble
+from engine.core.config import LoadedConfig
 from engine.core.discovery import installed
 from engine.core.importing import load
 from engine.core.peek import locate, peek
@@ -441,7 +442,8 @@ def test_the_list_of_plugins_shows_all_and_works_whatever_is_broken(site, comman
 
 
 def findings(*policies):
-    return {(f.status, f"{f.name} {f.words}") for f in plugins(EngineConfig(executor="sim", policies=policies))}
+    loaded = LoadedConfig(EngineConfig(executor="sim", policies=policies))
+    return {(f.status, f"{f.name} {f.words}") for f in plugins(loaded)}
 
 
 def test_doctor_lists_everything_that_does_not_work(site):

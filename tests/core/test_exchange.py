@@ -351,3 +351,20 @@ def test_a_store_that_is_slower_than_the_model_is_tried_now_and_then_only(second
     slow = core.counters.slow_loads
     assert loads + slow == 40
     assert loads == (40 if seconds < 1 else 3), "the first one is how it is found out"
+
+
+@pytest.mark.parametrize("kvcache", ["paged", "radix"])
+def test_nothing_is_handed_on_before_it_is_computed(kvcache):
+    """Chunks in flight are planned and not there: a store that reads at once would keep what was there before."""
+    shelf = Shelf()
+    core = core_of(shelf, kvcache=kvcache, overlap=True)
+    for number in range(6):
+        core.add([number, *PROMPT, *PROMPT], SamplingParams(max_tokens=2))
+    ahead = 0
+    while core.has_work:
+        core.step()
+        saved = {key: np.frombuffer(page, np.int64) for key, page in shelf.pages.items()}
+        assert all(page.all() for page in saved.values()), "an unwritten slot was saved"
+        ahead += any(request.planned > request.computed for request in core.running)
+    assert ahead > 4
+    core.close()

@@ -203,18 +203,14 @@ def test_what_is_mounted_is_the_frontend_of_the_configuration() -> None:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("inside", ["script", "running loop"])
-def test_a_notebook(inside: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """In Jupyter an event loop runs in the very thread that executes cells."""
+def test_a_notebook(capfd: pytest.CaptureFixture[str]) -> None:
+    """In Jupyter an event loop runs in the very thread that executes cells: so it does here."""
 
     async def cells() -> None:
         assert asyncio.get_running_loop()
         runpy.run_path(str(FOLDER / "notebook.py"))
 
-    if inside == "script":
-        runpy.run_path(str(FOLDER / "notebook.py"))
-    else:
-        asyncio.run(cells())
+    asyncio.run(cells())
     said = capfd.readouterr()
     assert "Paris" in said.out
     assert "four, five, six" in said.out

@@ -319,6 +319,6 @@ def lines_of_a_run(stop_at: int, overlap: bool) -> tuple[int, list[Any] | None]:
 def test_wherever_it_is_interrupted_it_says_the_same_or_that_it_cannot_go_on(overlap: bool) -> None:
     """Nearly always the first. ``ShadowExecutor`` would tell if anybody read KV that is not his."""
     lines, expected = lines_of_a_run(-1, overlap)
-    seen = [lines_of_a_run(at, overlap)[1] for at in range(1, lines, lines // 150)]
+    seen = [lines_of_a_run(at, overlap)[1] for at in range(1, lines, lines // 80)]
     assert [outputs for outputs in seen if outputs is not None] == [expected] * (len(seen) - seen.count(None))
     assert seen.count(None) < len(seen) / 10

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from engine import LLM, AsyncEngine, ConfigError, EngineConfig, EngineError, ModelError, SamplingParams
-from engine.core import ModelInfo, Policy, Transfer
+from engine.core import ModelInfo, Policy, Transfer, exchange
 from engine.core.replay import own
 from engine.testing import FaultyConnector, make_core
 
@@ -255,7 +255,8 @@ def test_the_simulated_model_has_weights_too() -> None:
         assert text(llm) == two.token_ids
 
 
-def test_not_while_kv_is_on_its_way() -> None:
+def test_not_while_kv_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "PATIENCE", 0.05)
     with LLM(executor="sim") as plain:
         connector = FaultyConnector(deaf=True)
         core = make_core(executor=plain.core.executor, connectors=[connector])
