@@ -22,7 +22,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from engine.core import ConfigError, ModelInfo, SamplingParams
+from engine.core import ConfigError, ModelInfo, Policy, SamplingParams, hookimpl
 from engine.core.memory import KVLayout
 from engine.core.plan import Transfer
 from engine.core.registry import make
@@ -297,6 +297,26 @@ def test_four_receivers_and_four_senders_at_once(opened):
     assert errors == []
 
 
+def test_a_reader_that_stalls_does_not_keep_a_lease_for_ever(opened):
+    """It asks for more than the kernel buffers, and takes nothing."""
+    from engine.plugins.connectors import _local_peers as wire
+    from engine.plugins.connectors._local_peers import Peers
+    from engine.plugins.connectors._local_wire import READ, Kind
+
+    sender = opened(memory(1000, (65536,)), lease_seconds=0.3, patience=1.0)
+    lease(sender, map(key, range(1000)), range(1000))
+    line, _ = Peers(sender._identity(), "", 5.0).take(sender.address, lambda line: None)
+    claim, count = wire.find(line, [key(number) for number in range(1000)], 0)
+    assert count == 1000
+    start = time.monotonic()
+    line.send(Kind.READ, READ.pack(claim, True) + b"".join(map(key, range(1000))))
+    time.sleep(0.4)
+    assert list(sender.transfer_kv([])) == [], "its time is up, but somebody reads"
+    assert answer_of(sender, "p").kind == "done"
+    assert time.monotonic() - start < 1.5
+    line.close()
+
+
 # ---- two processes, one of which is stopped, killed, started again
 
 CHILD = """
@@ -568,6 +588,39 @@ def test_b27_who_needs_nothing_lets_go_at_once():
     assert first.store.stats()["leases_released"] == 2
     assert first.store.stats()["pages_given"] == 0
     close(first, second)
+
+
+def test_each_sink_has_a_share_of_the_pool():
+    """Leases take all of theirs; the host tier goes on saving."""
+    host = make("connector", "host", {})
+    store = make("connector", "local", {"lease_seconds": 0.5})
+    core = make_core(connectors=[store, host], executor=ShadowExecutor(), num_pages=64, page_size=4)
+    for number in range(30):
+        request = core.add([number] * 20, SamplingParams(max_tokens=1), metadata=PREFILL)
+        while not request.finished:
+            core.step()
+        wait_for(lambda saved=5 * (number + 1): host.kept >= saved, doing=core.step)
+    assert store.stats()["leased_pages"] <= 32
+    assert core.counters.unsaved_pages > 0
+    settle(core)
+    core.close()
+
+
+def test_hints_are_what_the_metadata_says_to_connectors():
+    seen: list = []
+
+    class Onlooker(Policy):
+        name = "onlooker"
+
+        @hookimpl
+        def transfer_kv(self, transfers):
+            seen.extend(transfers)
+
+    core = engine(options={"role": "decode"}, policies=[Onlooker()])
+    core.add(PROMPT, SamplingParams(max_tokens=2), metadata={"kv_from": "127.0.0.1:1", "kv_x": 1, "tenant": "a"})
+    settle(core)
+    assert [dict(wish.hints) for wish in seen] == [{"kv_from": "127.0.0.1:1", "kv_x": 1}]
+    core.close()
 
 
 def test_weights_that_change_while_pages_are_leased():
