@@ -22,7 +22,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from engine.core import ConfigError, ModelInfo, Policy, SamplingParams, hookimpl
+from engine.core import ConfigError, Connector, ModelInfo, SamplingParams, TransferEvent, hookimpl
 from engine.core.memory import KVLayout
 from engine.core.plan import Transfer
 from engine.core.registry import make
@@ -213,7 +213,7 @@ def test_b27_a_lease_ends_once_and_in_time(how, opened):
     from engine.plugins.connectors import _local_peers as wire
     from engine.plugins.connectors._local_peers import Peers
 
-    sender = opened(memory(), lease_seconds=0.4)
+    sender = opened(memory(), lease_seconds=1.0)
     start = time.monotonic()
     lease(sender, [key(0), key(1)], [0, 1])
     lease(sender, [key(2)], [2], name="q")
@@ -223,8 +223,8 @@ def test_b27_a_lease_ends_once_and_in_time(how, opened):
     claim, count = wire.find(line, [key(0), key(1), key(2)], 0)
     assert count == 3
     if how == "renewed":
-        for _ in range(8):
-            time.sleep(0.1)
+        for _ in range(6):
+            time.sleep(0.25)
             assert wire.renew(line, claim)
             assert list(sender.transfer_kv([])) == []
         start = time.monotonic()
@@ -239,7 +239,7 @@ def test_b27_a_lease_ends_once_and_in_time(how, opened):
     told: list = []
     wait_for(lambda: len(told) >= 2, doing=lambda: told.extend(sender.transfer_kv([])))
     assert sorted(event.transfer_id for event in told) == ["p", "q"]
-    assert time.monotonic() - start < (1.0 if how in ("expires", "renewed") else 0.4)
+    assert time.monotonic() - start < (2.0 if how in ("expires", "renewed") else 0.9)
     assert not wire.renew(line, claim)
     line.close()
 
@@ -386,7 +386,7 @@ def test_b24_a_sender_that_is_stopped_and_goes_on_writes_nothing_late(cancelled,
         start = time.monotonic()
         receiver.transfer_kv([Transfer("cancel t", "cancel", "r", of="t")])
     event = answer_of(receiver)
-    assert time.monotonic() - start < (0.5 if cancelled else 2.0)
+    assert time.monotonic() - start < (1.0 if cancelled else 2.0)
     assert event.kind == "failed"
     assert ("cancelled" if cancelled else "nothing moved for 1 seconds") in event.reason
     good = good_pages(event)
@@ -444,17 +444,17 @@ def test_a_peer_that_says_nothing_takes_some_threads_and_not_all(opened):
     """Half open: it takes the connection and never speaks. Requests to others go on."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        sender, receiver = opened(memory()), opened(memory(), patience=2.0)
+        sender, receiver = opened(memory()), opened(memory(), patience=4.0)
         lease(sender, [key(0)], [0])
         start = time.monotonic()
         for number in range(40):
             hints = {"kv_from": address}
             receiver.transfer_kv([Transfer(f"s{number}", "probe", f"s{number}", (), (key(0),), hints=hints)])
         assert ask(receiver, "probe", [key(0)], kv_from=sender.address).tokens == 4
-        assert time.monotonic() - start < 0.9
+        assert time.monotonic() - start < 1.5
         ended: set = set()
         wait_for(lambda: len(ended) == 40, doing=lambda: ended.update(e.transfer_id for e in receiver.transfer_kv([])))
-        assert time.monotonic() - start < 1.9
+        assert time.monotonic() - start < 3.8
 
 
 NONSENSE = [
@@ -609,17 +609,21 @@ def test_each_sink_has_a_share_of_the_pool():
 def test_hints_are_what_the_metadata_says_to_connectors():
     seen: list = []
 
-    class Onlooker(Policy):
+    class Onlooker(Connector):
         name = "onlooker"
+        loads = saves = True
 
         @hookimpl
         def transfer_kv(self, transfers):
             seen.extend(transfers)
+            return [TransferEvent(wish.id, "found" if wish.kind == "probe" else "done") for wish in transfers]
 
-    core = engine(options={"role": "decode"}, policies=[Onlooker()])
-    core.add(PROMPT, SamplingParams(max_tokens=2), metadata={"kv_from": "127.0.0.1:1", "kv_x": 1, "tenant": "a"})
+    core = make_core(connectors=[Onlooker()], executor=ShadowExecutor())
+    core.add(PROMPT, SamplingParams(max_tokens=2), metadata={"kv_from": "a:1", "kv_x": 1, "tenant": "a"})
     settle(core)
-    assert [dict(wish.hints) for wish in seen] == [{"kv_from": "127.0.0.1:1", "kv_x": 1}]
+    assert [(wish.kind, dict(wish.hints)) for wish in seen] == [
+        (kind, {"kv_from": "a:1", "kv_x": 1}) for kind in ("probe", "push")
+    ]
     core.close()
 
 
@@ -736,8 +740,8 @@ def test_b22_b23_walks_over_a_bad_line(scheduler, kvcache, overlap, seed, caplog
     hints = {"kv_from": line.address}
     added = 0
     try:
-        while added < 25 or first.has_work or second.has_work:
-            if added < 25 and rng.random() < 0.05:
+        while added < 15 or first.has_work or second.has_work:
+            if added < 15 and rng.random() < 0.05:
                 added += 1
                 tokens = [*PROMPT[: rng.randrange(1, 30)], *[rng.randrange(97)] * rng.randrange(4)]
                 salt = rng.choice(("", "", "s"))
@@ -813,7 +817,7 @@ ENGINE = """
 def test_b27_the_engine_that_computed_is_another_process(fate):
     """Dead: said at once. Stopped: waited for half the patience. Either way the request goes on, computed here."""
     command = [sys.executable, "-c", textwrap.dedent(ENGINE), "0"]
-    core = engine(options={"patience": 1.0})
+    core = engine(options={"patience": 2.0})
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -830,7 +834,7 @@ def test_b27_the_engine_that_computed_is_another_process(fate):
             process.kill()
     assert (request.num_output, request.finish) == (8, "length")
     assert request.cached_tokens == (28 if fate == "well" else 0)
-    assert took < {"well": 1.0, "killed": 0.4, "stopped": 0.95}[fate]
+    assert took < {"well": 1.5, "killed": 0.9, "stopped": 1.9}[fate]
     assert core.counters.failed_loads == (fate != "well")
     close(core)
 
