@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engine.core.errors import InvariantViolation
 from engine.core.plan import Outcome, Plan
 from engine.core.request import Request, State
 from engine.core.step import Step
@@ -61,8 +60,8 @@ def interrupted(core: EngineCore) -> str | None:
             start_again(core, request)
         core.kv.reset()
         core.check()
-    except InvariantViolation as error:
-        return f"it was interrupted in the middle of its books: {error}"
+    except Exception as error:  # half-kept books may fail in any way
+        return f"it was interrupted in the middle of its books: {type(error).__name__}: {error}"
     return None
 
 

@@ -590,6 +590,16 @@ def test_b27_who_needs_nothing_lets_go_at_once():
     close(first, second)
 
 
+@every_combination
+def test_a_request_that_needs_the_leased_pages_waits_for_them(scheduler, kvcache, overlap):
+    core = engine(scheduler, kvcache, overlap, num_pages=16, options={"lease_seconds": 0.3})
+    prefill(core)
+    request = core.add([5] * 50, SamplingParams(max_tokens=4))
+    settle(core)
+    assert (request.finish, request.num_output) == ("length", 4)
+    close(core)
+
+
 def test_each_sink_has_a_share_of_the_pool():
     """Leases take all of theirs; the host tier goes on saving."""
     host = make("connector", "host", {})
