@@ -149,6 +149,21 @@ def test_b23_what_is_not_leased_fails_from_there_on(opened):
     assert ask(receiver, "pull", [b"short"], [1], kv_from=sender.address).reason == "keys have 32 bytes"
 
 
+def test_pages_out_of_range_fail_and_nothing_is_written(opened, caplog):
+    """A mistake of the core's, on either side; the connector goes on working."""
+    target = memory(seed=1)
+    sender, receiver = opened(memory()), opened(target)
+    before = target.regions[0].copy()
+    for number, (theirs, ours) in enumerate(((0, 99), (99, 0))):
+        lease(sender, [key(number)], [theirs], name=f"p{number}", request=f"p{number}")
+        event = ask(receiver, "pull", [key(number)], [ours], kv_from=sender.address)
+        assert (event.kind, event.failed_pages) == ("failed", (ours,))
+    assert (target.regions[0] == before).all()
+    assert "IndexError" in caplog.text
+    lease(sender, [key(7)], [7], name="p7", request="p7")
+    wait_for(lambda: ask(receiver, "pull", [key(7)], [0], kv_from=sender.address).kind == "done")
+
+
 DIFFERENT = {
     "page size": ({"page_size": 8}, {}, "page size is 8 at .* and 4 at"),
     "page bytes": ({}, {"sizes": (48, 32)}, "page bytes is 80 at .* and 64 at"),
