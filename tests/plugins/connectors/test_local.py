@@ -34,11 +34,6 @@ PROMPT = [at % 97 for at in range(30)]
 PREFILL = {"kv_role": "prefill"}
 
 
-class TestLocal(ConnectorSuite):
-    plugin = "local"
-    remembers = False
-
-
 class TestLocalThatLeasesAll(ConnectorSuite):
     plugin = "local"
     options = {"lease": "all", "lease_seconds": 0.1}
