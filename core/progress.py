@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 BEFORE_OVERRIDE = 1
 BEFORE_FAILING = 2  # after the override
+FENCED = 60.0  # seconds that pages of open transfers are waited for while nothing moves
 
 
 class Progress:
@@ -19,6 +20,7 @@ class Progress:
 
     def __init__(self) -> None:
         self._idle = 0
+        self._since: float | None = None  # nothing moves, and transfers hold pages back
 
     @property
     def override(self) -> bool:
@@ -29,10 +31,14 @@ class Progress:
         """Count a plan that came to nothing; after a few, end one request with a diagnosis. Mutates."""
         requests, dropped = outcome.plan.requests, outcome.dropped
         moved = len(dropped) < len(requests) or any(requests[row].finished for row in dropped)
-        fenced = core.pool.num_fenced  # they come back when their transfers end
-        if moved or fenced or not (core.running or len(core.waiting)):
-            self._idle = 0
+        if moved or not (core.running or len(core.waiting)):
+            self._idle, self._since = 0, None
             return
+        fenced, now = core.pool.num_fenced, core.roster.now()
+        if fenced:  # they come back when their transfers end
+            self._since = now if self._since is None else self._since
+            if now - self._since < FENCED:
+                return
         self._idle += 1
         if self._idle <= BEFORE_OVERRIDE + BEFORE_FAILING:
             return
@@ -43,5 +49,7 @@ class Progress:
         else:
             why, words = core.why(stuck.id) or (Why.NOT_ASKED, "")
             cause = f"nothing runs, and still it waits: {why} {words}".rstrip()
+        if fenced:
+            cause += f"; {fenced} pages are held back by transfers that have not ended in {FENCED:g} seconds"
         core.fail(stuck, f"scheduler {core.scheduler.name!r} made no progress for {self._idle} steps; {cause}")
         self._idle = 0
