@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -13,10 +14,11 @@ import pytest
 
 from engine.cli.plugin_new import write
 from engine.cli.plugin_templates import CODE
+from engine.core import SamplingParams
 from engine.core.errors import ConfigError, PluginError
 from engine.core.protocols import ROLES
 from engine.core.registry import Registry
-from engine.testing import SUITES
+from engine.testing import SUITES, make_core
 from engine.testing.checking import check, suites
 
 
@@ -155,6 +157,17 @@ def test_every_template_passes_its_suite(role, tmp_path, monkeypatch):
     report = check(suite, seed=3, workloads=1, cost_limit=None)
     assert report.finding is None
     assert report.rules > 3
+
+
+def test_a_new_cache_finds_what_the_last_step_of_a_request_computed(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(write("my-cache", "kvcache", tmp_path))
+    cache = importlib.import_module("my_cache").MyCache()
+    core = make_core(kvcache=cache, page_size=4)
+    for tokens in (list(range(8)), [*range(8), 99]):  # the first ends with the step that computes all of it
+        request = core.add(tokens, SamplingParams(max_tokens=1))
+        while core.has_work:
+            core.step()
+    assert request.cached_tokens == 8
 
 
 def test_check_says_which_rule_is_broken(tmp_path):
