@@ -157,6 +157,9 @@ def test_every_template_passes_its_suite(role, tmp_path, monkeypatch):
     report = check(suite, seed=3, workloads=1, cost_limit=None)
     assert report.finding is None
     assert report.rules > 3
+    if role == "connector":  # else the rule that what is saved comes back is silent
+        assert suite.plugin.loads
+        assert suite.plugin.saves
 
 
 def test_a_new_cache_finds_what_the_last_step_of_a_request_computed(tmp_path, monkeypatch):
