@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,11 @@ def test_show_tells_all_roles_of_a_name():
         (["check", "radixx"], "no plugin and no distribution is named 'radixx': did you mean 'radix'?"),
         (["check", "no.such:Thing"], "cannot be imported from no.such:Thing"),
         (["check", "paged", "--option", "nonsense"], "--option 'nonsense' is no KEY=VALUE"),
+        (
+            ["check", "dlpm", "--option", "quantum=no"],
+            "policy 'dlpm', option quantum (--option quantum=no): Input should be a valid number",
+        ),
+        (["check", "dlpm", "--option", "quantm=1"], "has no option 'quantm' (--option quantm=1): did you mean 'quantum'?"),
         (["new", "Bad_Name", "--role", "policy"], "must be small letters, digits and single dashes"),
         (["new", "fine", "--role", "police"], "no template for role 'police': did you mean 'policy'?"),
     ],
@@ -109,6 +115,24 @@ def test_a_name_that_is_taken_is_refused(name, role, words, tmp_path):
     with pytest.raises(ConfigError, match=re.escape(words)):
         write(name, role, tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_package_of_a_one_word_name_is_not_hidden_by_its_folder(tmp_path):
+    """Beside the folder Python finds the installed package, and not the folder as one without code."""
+    assert (write("steady", "policy", tmp_path) / "tests" / "test_steady_plugin.py").is_file()
+    project = tomllib.loads((tmp_path / "steady" / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"] == {"engine.policies": {"steady": "steady_plugin:Steady"}}
+    code = (
+        "import sys\n"
+        "from importlib.machinery import PathFinder\n"
+        "class Editable:\n"  # as pip's editable installations are found: after everything on the path
+        "    find_spec = staticmethod(lambda name, *_: PathFinder.find_spec(name, ['steady']))\n"
+        "sys.meta_path.append(Editable)\n"
+        "import steady_plugin; print(steady_plugin.Steady.name)\n"
+    )
+    (tmp_path / "watch.py").write_text(code)
+    done = subprocess.run([sys.executable, "watch.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "steady\n", done.stderr
 
 
 def test_a_name_of_another_role_is_free(tmp_path):
@@ -188,6 +212,25 @@ def test_check_says_which_rule_is_broken(tmp_path):
     assert "BROKEN     Answers are valid and never counted as faults" in out
     assert "plugin 'twice' was at fault: order answered requests that are unknown or repeated" in out
     assert "again      engine plugins check twice:Twice --seed 1" in out
+
+
+def test_check_says_how_to_try_the_same_options_again(tmp_path):
+    (tmp_path / "unsure.py").write_text(
+        "from pydantic import Field\n"
+        "from engine.core import Policy, PluginOptions, hookimpl\n"
+        "class Unsure(Policy):\n"
+        "    '''Raises when told to.'''\n"
+        "    name = 'unsure'\n"
+        "    class Options(PluginOptions):\n"
+        "        words: str = Field('', description='of the exception')\n"
+        "    @hookimpl\n"
+        "    def order(self, waiting):\n"
+        "        assert not self.options.words, self.options.words\n"
+    )
+    arguments = ["--option", "words=not now", "--seed", "1"]
+    code, out, _ = engine("plugins", "check", "unsure:Unsure", *arguments, path=tmp_path)
+    assert code == 1
+    assert "again      engine plugins check unsure:Unsure --option 'words=not now' --seed 1\n" in out
 
 
 def test_check_takes_a_suite_with_its_settings(tmp_path):
