@@ -52,7 +52,12 @@ def test_show_tells_all_roles_of_a_name():
     [
         (["show", "radixx"], "no plugin is named 'radixx': did you mean 'radix'?"),
         (["show", "radix", "--role", "cache"], "unknown role 'cache': did you mean 'kvcache'?"),
-        (["show", "no.such:Thing"], "cannot be imported from no.such:Thing"),
+        (["show", "unified", "--role", "policy"], "no policy is named 'unified': it is a scheduler\n"),
+        (["show", "radix", "--role", "policy"], "no policy is named 'radix': it is a scheduler and a kvcache\n"),
+        (["show", "radixx", "--role", "policy"], "no plugin is named 'radixx': did you mean 'radix'?"),
+        (["show", "no.such:Thing"], "No module named 'no'; is its folder on PYTHONPATH?"),
+        (["show", "engine.cli.no:Thing"], "No module named 'engine.cli.no'; is its folder on PYTHONPATH?"),
+        (["show", "engine.cli:Thing"], "module 'engine.cli' has no attribute 'Thing'; repair it"),
         (["check", "radixx"], "no plugin and no distribution is named 'radixx': did you mean 'radix'?"),
         (["check", "no.such:Thing"], "cannot be imported from no.such:Thing"),
         (["check", "paged", "--option", "nonsense"], "--option 'nonsense' is no KEY=VALUE"),

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
-from engine.core import Policy, SamplingParams, hookimpl
+from engine.core import EngineConfig, Policy, SamplingParams, hookimpl
 from engine.testing import make_core
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 class Writes(Policy):
@@ -28,3 +33,35 @@ def test_a_policy_that_writes_into_tokens_is_seen_by_the_audit_alone(audited):
         core.step()
     assert (request.tokens[0] == 1) == audited
     assert bool(core.hooks.faults()) == audited
+
+
+def test_deltas_that_nobody_took_are_work():
+    """As the documentation of ``EngineCore.has_work`` says."""
+    core = make_core()
+    core.add([1, 2, 3], SamplingParams(max_tokens=1))
+    core.commit(core.executor.execute(core.plan()))
+    assert not core.requests
+    assert core.has_work
+    core.take_deltas()
+    assert not core.has_work
+
+
+def test_whoever_loops_by_hand_takes_the_deltas():
+    loops = [
+        block
+        for page in [*DOCS.rglob("*.md"), DOCS.parent / "README.md"]
+        for block in re.findall(r"^```.*?\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+        if "core.commit(" in block and "has_work" in block
+    ]
+    assert len(loops) >= 2
+    assert all("core.take_deltas()" in block for block in loops)
+
+
+def test_every_key_of_the_configuration_is_in_the_table():
+    rows = re.findall(r"^\| `(\w+)` \| (\S+) \| (.+) \|$", (DOCS / "configuration.md").read_text(), re.MULTILINE)
+    wanted = []
+    for name, field in EngineConfig.model_fields.items():
+        default = getattr(field.default, "name", field.default)
+        shown = "none" if default in (None, ()) else f"`{str(default).lower() if default is False else default}`"
+        wanted.append((name, shown, field.description))
+    assert [(name, default, words.replace("`", "")) for name, default, words in rows] == wanted
