@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from engine.core import EngineConfig, Policy, SamplingParams, hookimpl
+from engine.core import Policy, SamplingParams, hookimpl
 from engine.testing import make_core
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -57,11 +59,9 @@ def test_whoever_loops_by_hand_takes_the_deltas():
     assert all("core.take_deltas()" in block for block in loops)
 
 
-def test_every_key_of_the_configuration_is_in_the_table():
-    rows = re.findall(r"^\| `(\w+)` \| (\S+) \| (.+) \|$", (DOCS / "configuration.md").read_text(), re.MULTILINE)
-    wanted = []
-    for name, field in EngineConfig.model_fields.items():
-        default = getattr(field.default, "name", field.default)
-        shown = "none" if default in (None, ()) else f"`{str(default).lower() if default is False else default}`"
-        wanted.append((name, shown, field.description))
-    assert [(name, default, words.replace("`", "")) for name, default, words in rows] == wanted
+def test_the_tier_of_the_readme_can_be_selected():
+    (flags,) = re.findall(r"`(--connector [^`]+)`", (DOCS.parent / "README.md").read_text())
+    code = "from engine.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, "config", *flags.split()], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^connectors.file.root +DIR +flag --connector.file.root$", done.stdout, re.MULTILINE)
