@@ -7,6 +7,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
 TESTS ?= tests
+WORKERS ?= 2
 TREE := .build/tree
 
 SITE := .build/site
@@ -43,8 +44,9 @@ imports: install
 docs: install
 	$(BIN)/python -m sphinx -W --keep-going -q -E -d .build/doctrees docs $(SITE)
 
+# Whole files to each of the workers: a file's tests share a model or a server.
 unit: install
-	$(BIN)/pytest -m "not slow" $(TESTS)
+	$(BIN)/pytest -m "not slow" -n $(WORKERS) --dist loadfile $(TESTS)
 
 # Long sweeps, run by hand before a release.
 slow: install

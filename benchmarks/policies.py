@@ -98,7 +98,7 @@ def simulate(wishes: list[Wish], policy: str | None, *, options: dict[str, Any] 
         for news in core.step():
             if news.finish is not None:
                 result.ended[news.request_id] = clock.now
-    assert core.hooks.faults() == []
+    assert core.hooks.faults() == [], core.hooks.faults()
     core.close()
     return result
 

@@ -12,7 +12,7 @@ from engine.core import answers, audit, recovery, weights
 from engine.core.arbiter import Arbiter
 from engine.core.capabilities import label
 from engine.core.containment import ASK_SECONDS, Naming, started
-from engine.core.errors import EngineDead, EngineError, ExecutionError, InvariantViolation, QueueFull
+from engine.core.errors import EngineDead, ExecutionError, InvariantViolation, QueueFull
 from engine.core.exchange import KV, REST, Exchange
 from engine.core.explain import explain
 from engine.core.flight import Flight
@@ -20,6 +20,7 @@ from engine.core.hooks import HookBus
 from engine.core.pages import PagePool
 from engine.core.pipeline import Pipeline
 from engine.core.plan import Delta, Outcome, Plan, Transfer, Why
+from engine.core.progress import Progress
 from engine.core.protocols import Connector, Context, Executor, KVCache, Limits, ModelInfo, Policy, Scheduler
 from engine.core.queue import WaitingQueue
 from engine.core.request import Finish, Request, SamplingParams, State
@@ -32,9 +33,6 @@ from engine.core.watch import RequestWatch
 from engine.core.weights import WhileRunning
 
 log = logging.getLogger(__name__)
-
-IDLE_PLANS_BEFORE_OVERRIDE = 1
-IDLE_PLANS_BEFORE_FAILING = 2
 
 
 class EngineCore:
@@ -77,8 +75,8 @@ class EngineCore:
         self.flight = Flight(overlap=overlap)
         self._pipeline = Pipeline(executor, background=overlap and executor.overlaps)
         self._last: Plan | None = None
-        self._idle_plans = 0
-        self._broken: str | None = None
+        self._progress = Progress()
+        self.broken: str | None = None
         self._who = f"{label(executor)} of {executor.origin}"
         self._closed = False
         self.weights_epoch = 0
@@ -224,8 +222,8 @@ class EngineCore:
             EngineDead: the engine was closed.
         """
         self._check_open()
-        if self._broken is not None:
-            raise ExecutionError(f"the executor cannot go on: {self._broken}")
+        if self.broken is not None:
+            raise ExecutionError(f"the executor cannot go on: {self.broken}")
         try:
             with self._naming:
                 return self._step()
@@ -233,7 +231,7 @@ class EngineCore:
             raise
         except BaseException:  # Ctrl-C in a notebook: the engine is to be used again
             self._pipeline.abandon()
-            self._broken = recovery.interrupted(self)
+            self.broken = recovery.interrupted(self)
             raise
 
     def _step(self) -> list[Delta]:
@@ -264,15 +262,19 @@ class EngineCore:
             log.exception("%s: step %d failed", self._who, plan.index)
             self._pipeline.abandon()
             self.fail_step(plan, f"{type(error).__name__}: {error}")
-            self._broken = self.executor.broken()
+            self.broken = self.executor.broken()
         else:
             self.commit(outcome)
 
     def drain(self) -> list[Delta]:
         """Complete the steps in flight and plan no other (overlap mode; else there is none). Returns what is new."""
+        self.land()
+        return self.take_deltas()
+
+    def land(self) -> None:
+        """Complete the steps in flight. Mutates."""
         while (plan := self.flight.oldest) is not None:
             self._complete(plan)
-        return self.take_deltas()
 
     def take_deltas(self) -> list[Delta]:
         """What is new since the last call."""
@@ -284,7 +286,7 @@ class EngineCore:
         self.flight.check_room()
         self.arbiter.forget_step()
         self.counters.steps += 1
-        step = Step(self, self.counters.steps, override=self._idle_plans > IDLE_PLANS_BEFORE_OVERRIDE)
+        step = Step(self, self.counters.steps, override=self._progress.override)
         plan = self.hooks.ask_plan(step)
         if plan is not step.plan:
             raise InvariantViolation("the plan is not the one that step.seal() gave")
@@ -312,7 +314,7 @@ class EngineCore:
             recovery.isolate(self, outcome, step)
         self._results.apply(outcome, self._outbox)
         if alone or plan:
-            self._watch_progress(outcome)
+            self._progress.committed(self, outcome)
         if outcome.finished:
             self.roster.sweep(outcome.finished)
         finished = outcome.finished  # whoever is told may change what it is shown
@@ -385,16 +387,7 @@ class EngineCore:
         while (plan := self.flight.oldest) is not None:
             self._complete(plan)
         weights.check_running(self, running)
-        if not self.exchange.drain():  # last: what was just completed may be on its way out
-            raise EngineError("KV of the old weights is being transferred: the weights cannot be replaced now")
-        try:
-            replaced = new(self.executor.weights()) if callable(new) else new
-            fingerprint = self.executor.update_weights(replaced, version)
-        except Exception:
-            self._broken = self.executor.broken()
-            raise
-        for request in weights.begun(self) if running == "abort" else ():
-            self.abort(request.id, detail=weights.ABORTED)
+        fingerprint = weights.replace_all(self, new, running, version)
         self.rename_model(fingerprint)
         return self.model
 
@@ -471,24 +464,3 @@ class EngineCore:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineDead("the engine was closed")
-
-    def _watch_progress(self, outcome: Outcome) -> None:
-        """Count steps that moved nothing although there was work; after a few, end one request rather than hang."""
-        requests, dropped = outcome.plan.requests, outcome.dropped
-        moved = len(dropped) < len(requests) or any(requests[row].finished for row in dropped)
-        if moved or not (self.running or len(self.waiting)):
-            self._idle_plans = 0
-            return
-        self._idle_plans += 1
-        if self._idle_plans <= IDLE_PLANS_BEFORE_OVERRIDE + IDLE_PLANS_BEFORE_FAILING:
-            return
-        stuck = self.running[-1] if self.running else self.waiting.head()
-        assert stuck is not None
-        if stuck.state is State.RUNNING:
-            cause = "it runs, but was granted nothing that came to a result"
-        else:
-            why, words = self.why(stuck.id) or (Why.NOT_ASKED, "")
-            cause = f"nothing runs, and still it waits: {why} {words}".rstrip()
-        name = self.scheduler.name
-        self.fail(stuck, f"scheduler {name!r} made no progress for {self._idle_plans} steps; {cause}")
-        self._idle_plans = 0

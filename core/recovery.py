@@ -61,8 +61,8 @@ def interrupted(core: EngineCore) -> str | None:
             start_again(core, request)
         core.kv.reset()
         core.check()
-    except InvariantViolation as error:
-        return f"it was interrupted in the middle of its books: {error}"
+    except Exception as error:  # half-kept books may fail in any way
+        return f"it was interrupted in the middle of its books: {type(error).__name__}: {error}"
     return None
 
 

@@ -42,6 +42,27 @@ def check_running(core: EngineCore, running: WhileRunning) -> None:
         )
 
 
+def replace_all(core: EngineCore, new: Any, running: WhileRunning, version: str | None) -> str:
+    """Have the executor replace its weights, with nothing in flight; returns the new fingerprint. Mutates.
+
+    Raises as ``EngineCore.update_weights`` does.
+    """
+    if not core.exchange.drain():
+        raise EngineError("KV of the old weights is being transferred: the weights cannot be replaced now")
+    if not core.flight.overlap:
+        core.flight.check_room()  # a plan made by hand
+    core.land()
+    check_running(core, running)
+    try:
+        fingerprint = core.executor.update_weights(new(core.executor.weights()) if callable(new) else new, version)
+    except Exception:
+        core.broken = core.executor.broken()
+        raise
+    for request in begun(core) if running == "abort" else ():
+        core.abort(request.id, detail=ABORTED)
+    return fingerprint
+
+
 def renamed(core: EngineCore, fingerprint: str) -> ModelInfo:
     """Forget all KV there is and put every live request under the new fingerprint. Mutates.
 

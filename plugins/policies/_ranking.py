@@ -34,18 +34,20 @@ class Ranking:
         self, need: int, pool: EvictionPool, rank: Callable[[Sequence[Candidate]], Sequence[Candidate]]
     ) -> list[object]:
         """Keys of at least ``need`` pages, if there are so many, and a few to spare. Mutates."""
+        taken = self._pop(need)
+        if len(self._ranked) < SPARES:  # what is left of an old ranking may all be in use by now
+            candidates = pool.candidates()
+            self._ranked = deque(rank(candidates)[: max(need, SPARES, min(BATCH, len(candidates) // SHARE))])
+            taken |= self._pop(need)
+        return [*taken, *(candidate.key for candidate in islice(self._ranked, SPARES))]
+
+    def _pop(self, need: int) -> dict[object, None]:
         taken: dict[object, None] = {}
-        fresh = False
-        while need > 0 and (self._ranked or not fresh):
-            if not self._ranked:
-                fresh = True
-                candidates = [candidate for candidate in pool.candidates() if candidate.key not in taken]
-                self._ranked.extend(rank(candidates)[: max(need, min(BATCH, len(candidates) // SHARE))])
-                continue
+        while need > 0 and self._ranked:
             candidate = self._ranked.popleft()
             taken[candidate.key] = None
             need -= max(1, candidate.pages)
-        return [*taken, *(candidate.key for candidate in islice(self._ranked, SPARES))]
+        return taken
 
     def forget(self) -> None:
         """What was ranked is no longer true. Mutates."""
