@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engine.core.errors import InvariantViolation
 from engine.core.plan import Outcome, Plan
 from engine.core.request import Request, State
 from engine.core.step import Step

@@ -4,8 +4,8 @@ A recording is a JSON object: ``config`` (limits, plugins by name with their opt
 ``add``, ``ready``, ``abort``, ``plan`` (what was decided), ``commit`` (the tokens that the model gave), ``fail`` and
 ``idle``. Replaying it asks the same of a new core and compares every plan: any plugins, both loop modes.
 
-What a request carries for policies (``metadata``) is recorded as far as it is JSON; what is not is named in ``left_out``.
-Policies that read the clock decide by another one when they are replayed.
+What a request carries for policies (``metadata``) is recorded as far as JSON brings it back; the rest is named in
+``left_out``. Policies that read the clock decide by another one when they are replayed.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -18,7 +19,8 @@ from engine.cli.plugin_templates import CODE
 from engine.core import SamplingParams
 from engine.core.errors import ConfigError, PluginError
 from engine.core.protocols import ROLES
-from engine.core.registry import Registry
+from engine.core.registry import Registry, make
+from engine.core.replay.own import RecordingCore
 from engine.testing import SUITES, make_core
 from engine.testing.checking import check, suites
 
@@ -65,7 +67,10 @@ def test_show_tells_all_roles_of_a_name():
             ["check", "dlpm", "--option", "quantum=no"],
             "policy 'dlpm', option quantum (--option quantum=no): Input should be a valid number",
         ),
-        (["check", "dlpm", "--option", "quantm=1"], "has no option 'quantm' (--option quantm=1): did you mean 'quantum'?"),
+        (
+            ["check", "dlpm", "--option", "quantm=1"],
+            "has no option 'quantm' (--option quantm=1): did you mean 'quantum'?",
+        ),
         (["new", "Bad_Name", "--role", "policy"], "must be small letters, digits and single dashes"),
         (["new", "fine", "--role", "police"], "no template for role 'police': did you mean 'policy'?"),
     ],
@@ -359,3 +364,28 @@ def test_options_of_plugins_are_not_dropped_in_silence():
     code, _, err = engine("plugins", "check", "radix", "--scheduler.policy", "lpm")
     assert code == 2
     assert "'check' takes no plugin options such as --scheduler.policy" in err
+
+
+def test_a_recording_is_replayed_with_its_policies_or_with_others(tmp_path, here):
+    core = make_core(
+        core=RecordingCore, policies=[make("policy", "fair-share", {"weights": {"a": 9.0}})], max_running=1
+    )
+    for number in range(8):
+        core.add([number] * 9, SamplingParams(max_tokens=3), metadata={"tenant": "ab"[number > 3]})
+    while core.has_work:
+        core.step()
+    file = tmp_path / "evening.json"
+    file.write_text(json.dumps(core.recording("evening")))
+    same = ("--policy", "fair-share", "--policy.fair-share.weights", "a=9")
+    assert here("replay", str(file))[0] == 0
+    assert here("replay", str(file), *same)[0] == 0
+    code, out, _ = here("replay", str(file), "--policy", "fair-share")
+    assert code == 1
+    assert "evening: differs" in out
+    code, _, err = here("replay", str(file), *same[:2], "--policy.fair-share.wait", "1")
+    assert code == 2
+    assert "'wait' (flag --policy.fair-share.wait): did you mean 'weights'?" in err
+    foreign = sorted((Path(__file__).parents[1] / "conformance" / "data").rglob("*.json"))[0]
+    code, out, _ = here("replay", str(foreign), "--policy", "fair-share")
+    assert code == 1
+    assert "not replayed: --policy is for recordings of our own engine" in out

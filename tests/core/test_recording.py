@@ -85,7 +85,9 @@ def carrying(policies=(), **more):
     """A recording of requests that carry something for policies."""
     core = make_core(core=RecordingCore, policies=list(policies), max_running=2)
     for number in range(6):
-        core.add([1, 2, number], SamplingParams(max_tokens=3), metadata={"tenant": "ab"[number % 2], "size": number, **more})
+        core.add(
+            [1, 2, number], SamplingParams(max_tokens=3), metadata={"tenant": "ab"[number % 2], "size": number, **more}
+        )
     while core.has_work:
         core.step()
     return json.loads(json.dumps(core.recording("carrying")))
