@@ -39,7 +39,8 @@ class Ranking:
             candidates = pool.candidates()
             self._ranked = deque(rank(candidates)[: max(need, SPARES, min(BATCH, len(candidates) // SHARE))])
             taken |= self._pop(need)
-        return [*taken, *(candidate.key for candidate in islice(self._ranked, SPARES))]
+        taken |= dict.fromkeys(candidate.key for candidate in islice(self._ranked, SPARES))
+        return list(taken)
 
     def _pop(self, need: int) -> dict[object, None]:
         taken: dict[object, None] = {}
