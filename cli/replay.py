@@ -9,7 +9,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from engine.core.config import load_config
+from engine.core.config import flag_of, load_config
 from engine.core.errors import ConfigError, EngineError
 from engine.core.protocols import Policy
 from engine.core.registry import build
@@ -55,6 +55,9 @@ def _policies(names: list[str] | None, dotted: Mapping[str, str]) -> Callable[[]
 
     if not names and not dotted:
         return None
+    for key in dotted:
+        if key.partition(".")[0] not in ("policy", "policies"):
+            raise ConfigError(f"'replay' takes no plugin options such as {flag_of(key)}: only those of policies")
     loaded = load_config(flags={**({"policies": names} if names else {}), **dotted})
     chosen = Effective(loaded, fields=("policies",)).plugins
     return lambda: [cast(Policy, build(one.found, one.selected.selection)) for one in chosen]
