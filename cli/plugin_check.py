@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shlex
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,6 +11,7 @@ import typer
 from engine.core.errors import ConfigError, PluginError, suggest
 
 if TYPE_CHECKING:
+    from engine.testing import Suite
     from engine.testing.checking import Report
     from engine.testing.watched import Stopped
 
@@ -47,18 +49,20 @@ def check(
     from engine.testing.watched import Place, watched
 
     first = Place(target, "A plugin can be imported.", "import")
-    watch = watched(time_limit, first, lambda stopped: tell_stopped(stopped, target, time_limit))
+    watch = watched(time_limit, first, lambda stopped: tell_stopped(stopped, again(target, option), time_limit))
     registry = Registry()
     chosen = suites(target, registry, options_of(option or []))
     if not chosen:
         known = {word for _, *words in registry.owners() for word in words}
         raise PluginError(f"no plugin and no distribution is named {target!r}: {suggest(target, known)}")
+    for suite in chosen:
+        check_options(suite, option or [])
     held = True
     for suite in chosen:
         fuzz = random.SystemRandom().randrange(10**6) if seed is None else seed
         report = check_one(suite, seed=fuzz, workloads=workloads, cost_limit=cost_limit or None, running=running,
                            watch=watch)  # fmt: skip
-        tell(report, target)
+        tell(report, again(target, option))
         held = held and report.finding is None
     if not held:
         raise typer.Exit(EXIT_VIOLATION)
@@ -73,7 +77,31 @@ def options_of(words: list[str]) -> dict[str, str]:
     return {key.replace("-", "_"): value for key, value in pairs}
 
 
-def tell(report: Report, target: str) -> None:
+def check_options(suite: type[Suite], words: list[str]) -> None:
+    """Raise ``ConfigError`` where options cannot be the plugin's: that is no rule which the plugin breaks."""
+    from engine.core.config import Selection
+    from engine.core.effective import Selected, checked_options
+
+    given = options_of(words)
+    if words and suite.options != given:
+        raise ConfigError(f"--option {words[0]!r}: {suite.__name__} is a suite and has options of its own")
+    found = suite().found()
+    for name, field in found.cls.Options.model_fields.items():
+        if field.is_required() and name not in suite.options:
+            raise ConfigError(f"{found.role} {found.cls.name!r} needs option {name}: --option {name}=…")
+    one = Selected(found.role, found.role, Selection(name=found.cls.name, options=dict(suite.options)))
+    checked_options(found, one, {f"{found.role}.{key}": f"--option {key}={value}" for key, value in given.items()})
+
+
+def again(target: str, option: list[str] | None) -> str:
+    """The command that tries the same."""
+    words = ["engine", "plugins", "check", target]
+    for word in option or ():
+        words += ["--option", word]
+    return shlex.join(words)
+
+
+def tell(report: Report, command: str) -> None:
     """The report, for people."""
     found = report.found
     origin = f"{found.distribution} {found.version}".strip()
@@ -91,10 +119,10 @@ def tell(report: Report, target: str) -> None:
     typer.echo(f"  BROKEN     {report.finding.rule}")
     typer.echo(f"  what       {report.finding.words}")
     typer.echo(f"  where      {report.finding.where} (seed {report.seed})")
-    typer.echo(f"  again      engine plugins check {target} --seed {report.seed}")
+    typer.echo(f"  again      {command} --seed {report.seed}")
 
 
-def tell_stopped(stopped: Stopped, target: str, limit: float) -> None:
+def tell_stopped(stopped: Stopped, command: str, limit: float) -> None:
     """A check that had to be ended, for people."""
     place = stopped.place
     typer.echo(place.plugin)
@@ -104,4 +132,4 @@ def tell_stopped(stopped: Stopped, target: str, limit: float) -> None:
     for number, line in enumerate(stopped.stack):
         typer.echo(f"  {'stack' if number == 0 else '':<10} {line}")
     seed = "" if place.seed is None else f" --seed {place.seed}"
-    typer.echo(f"  again      engine plugins check {target}{seed} --time-limit {limit:g}")
+    typer.echo(f"  again      {command}{seed} --time-limit {limit:g}")

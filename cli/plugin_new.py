@@ -70,7 +70,7 @@ def write(name: str, role: str, where: Path) -> Path:
         tries = chain([f"my-{name}"], (f"my-{name}-{n}" for n in count(2)))
         free = next(other for other in tries if taken(other, role) is None)
         raise ConfigError(f"the name {name!r} is taken by {owner}: choose another, e.g. {free}")
-    package = name.replace("-", "_")
+    package = package_of(name)
     words = {
         "NAME": name,
         "PACKAGE": package,
@@ -109,8 +109,13 @@ def taken(name: str, role: str) -> str | None:
     try:
         return f"the installed distribution {distribution(name).name}"
     except PackageNotFoundError:
-        package = name.replace("-", "_")
-        return f"the module {package}" if find_spec(package) is not None else None
+        hidden = (module for module in (name.replace("-", "_"), package_of(name)) if find_spec(module) is not None)
+        return next((f"the module {module}" for module in hidden), None)
+
+
+def package_of(name: str) -> str:
+    """The package's name: never that of its folder, which Python would import in its place from beside it."""
+    return name.replace("-", "_") if "-" in name else f"{name}_plugin"
 
 
 def fill(template: str, words: dict[str, str]) -> str:

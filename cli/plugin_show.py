@@ -36,6 +36,9 @@ def find(name: str, role: str | None, registry: Registry) -> list[Found]:
     if ":" in name:
         return [registry.select(role or role_of(name), name)]
     named = [(its, own) for its, own in registry.named(name) if role in (None, its)]
+    if not named and (others := registry.named(name)):
+        roles = " and ".join(f"a {its}" for its, _ in others)
+        raise PluginError(f"no {role} is named {name!r}: it is {roles}")
     if not named:
         raise PluginError(f"no plugin is named {name!r}: {suggest(name, {own for _, own, _ in registry.owners()})}")
     return [registry.select(its, own) for its, own in named]

@@ -76,6 +76,7 @@ class @CLASS@(KVCache):
 
     def release(self, request, keep):
         """One user fewer for each page; what nobody uses is idle if it can be found, else free."""
+        self.publish(request, keep)  # nobody else does, of a request that ends
         free = []
         for page in reversed(request.pages):
             self._users[page] -= 1

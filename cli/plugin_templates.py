@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from engine.cli.plugin_template_attention import ATTENTION
+from engine.cli.plugin_template_connector import CONNECTOR
 from engine.cli.plugin_template_frontend import FRONTEND
 from engine.cli.plugin_template_kvcache import KVCACHE
 
@@ -181,24 +182,6 @@ class @CLASS@(Executor):
             for request, start, count, samples in zip(plan.requests, plan.starts, plan.counts, plan.samples)
         ]
         return Outcome(plan, tokens)
-'''
-
-CONNECTOR = '''
-"""@NAME@: a connector. It moves KV pages between this engine and elsewhere, without blocking a step."""
-
-from engine.core import Connector, TransferEvent, hookimpl
-
-
-class @CLASS@(Connector):
-    """Stores nothing yet: every transfer fails at once, which is always allowed."""
-
-    name = "@NAME@"
-    requires_api = ">=1.0,<2"
-
-    @hookimpl
-    def transfer_kv(self, transfers):
-        """What became of transfers, new and old. Each ends once; until then its pages are not reused."""
-        return [TransferEvent(wish.id, "failed", reason="nothing is stored here") for wish in transfers]
 '''
 
 CODE = {

@@ -23,14 +23,17 @@ def serve(
     Options of plugins are flags, too: --scheduler.NAME VALUE, --policy.PLUGIN.NAME VALUE. Those of the selected plugins
     are listed below; select others to see theirs.
     """
-    from engine.core.protocols import Frontend
+    from engine.core.protocols import Executor, Frontend
     from engine.core.registry import Registry, build
     from engine.core.serve.client import AsyncEngine
 
     config = loaded.config
-    frontend = build(Registry().select("frontend", config.frontend.name), config.frontend)
+    registry = Registry()
+    frontend = build(registry.select("frontend", config.frontend.name), config.frontend)
     assert isinstance(frontend, Frontend)
-    typer.echo(f"loading {config.model} …")
+    executor = registry.select("executor", config.executor.name).cls
+    told = getattr(executor, "use", None) is not Executor.use  # what is not told of the model loads none
+    typer.echo(f"loading {config.model} …" if told else f"starting executor {executor.name}, without a model …")
     engine = AsyncEngine.launch(config, in_process=in_process)
     try:
         for line in chosen(loaded, engine.description):

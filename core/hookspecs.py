@@ -54,9 +54,10 @@ def plan(step: Step) -> Plan | None:
 
             @hookimpl
             def plan(self, step):
-                for request in step.running:
-                    step.grant(request, step.budget)
-                if not step.running:
+                for request in list(step.running):
+                    if not step.grant(request, step.budget) and step.refused is Why.PAGES:
+                        step.preempt(victim=request)  # a transfer holds pages back: it starts again
+                if not step.running and not step.preempted:
                     for request in step.queue():
                         if step.start(request, step.budget):
                             break

@@ -205,7 +205,10 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether ``step`` has something to do. Parked requests alone are no work."""
+        """Whether ``step`` has something to do. Parked requests alone are no work; deltas that nobody took are.
+
+        So whoever plans and commits by hand calls ``take_deltas`` after each commit: ``step`` does it by itself.
+        """
         return bool(self.running or len(self.waiting) or self._outbox or self.exchange or len(self.flight))
 
     def step(self) -> list[Delta]:

@@ -285,7 +285,9 @@ class KVCache(Plugin, ABC):
     def release(self, request: Request, keep: int) -> None:
         """The request lets go of all its pages; the content of its first ``keep`` tokens may stay cached. Mutates.
 
-        Harmless where the request holds nothing. ``keep`` is 0 when its pages are needed at once.
+        What the last step of a request computed was not published, unless when it was planned: publish it here, first,
+        if it is to be found again. Harmless where the request holds nothing. ``keep`` is 0 when its pages are needed at
+        once.
         """
 
     @abstractmethod

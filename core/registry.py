@@ -176,7 +176,7 @@ class Registry:
         try:
             cls, seconds = load(entry.target)
         except BROKEN as error:
-            fix = entry.note or _repair(entry)
+            fix = entry.note or _repair(entry, error)
             raise PluginError(f"{who} cannot be imported from {entry.target}: {one_line(error)}; {fix}") from error
         if slow is not None and seconds > slow:
             log.warning("%s took %.1f s to import (%s)", who, seconds, entry.target)
@@ -224,8 +224,12 @@ class Registry:
         return f" ({name!r} is a {' and a '.join(others)})" if others else ""
 
 
-def _repair(entry: Entry) -> str:
-    return "repair it" if entry.distribution == LOCAL else f"repair or uninstall {entry.distribution}"
+def _repair(entry: Entry, error: BaseException | None = None) -> str:
+    if entry.distribution != LOCAL:
+        return f"repair or uninstall {entry.distribution}"
+    module = entry.target.partition(":")[0]
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None  # it, or what it imports itself
+    return "is its folder on PYTHONPATH?" if missing and f"{module}.".startswith(f"{missing}.") else "repair it"
 
 
 def check_class(who: str, role: str, cls: Any) -> None:

@@ -3,19 +3,25 @@
 A recording is a JSON object: ``config`` (limits, plugins by name with their options, loop), and ``events`` in order:
 ``add``, ``ready``, ``abort``, ``plan`` (what was decided), ``commit`` (the tokens that the model gave), ``fail`` and
 ``idle``. Replaying it asks the same of a new core and compares every plan: any plugins, both loop modes.
+
+What a request carries for policies (``metadata``) is recorded as far as JSON brings it back; the rest is named in
+``left_out``. Policies that read the clock decide by another one when they are replayed.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from engine.core.errors import ConfigError, PluginError
 from engine.core.loop import EngineCore
 from engine.core.plan import Outcome, Plan
 from engine.core.protocols import Limits, ModelInfo, Policy
+from engine.core.registry import make
 from engine.core.replay.cores import core_for
-from engine.core.replay.report import Divergence, Report
+from engine.core.replay.report import Divergence, NotReplayable, Report
 from engine.core.request import Finish, Request, SamplingParams
 
 FORMAT = "sixhooks-decisions-1"
@@ -33,6 +39,7 @@ class RecordingCore(EngineCore):
 
     def __init__(self, **parts: Any) -> None:
         self._events: list[dict[str, Any]] = []
+        self._policies = tuple(parts.get("policies", ()))
         super().__init__(**parts)
         self._loaded_as = self.model.fingerprint
 
@@ -47,6 +54,7 @@ class RecordingCore(EngineCore):
                 "fingerprint": self._loaded_as,
                 "scheduler": _selection(self.scheduler),
                 "kvcache": _selection(self.kv),
+                "policies": [_selection(policy) for policy in self._policies],
                 "overlap": self.flight.overlap,
             },
             "events": list(self._events),
@@ -124,9 +132,16 @@ def recognises(data: Mapping[str, Any]) -> bool:
     return data.get("format") == FORMAT
 
 
-def replay(data: Mapping[str, Any], policies: Sequence[Policy] = ()) -> Report:
-    """Ask the same of a new core and compare each plan; stops at the first difference."""
-    core = _core(data["config"], policies)
+def replay(data: Mapping[str, Any], policies: Sequence[Policy] | None = None) -> Report:
+    """Ask the same of a new core and compare each plan; stops at the first difference.
+
+    Args:
+        policies: with these; default: those of the recording, by their names and options.
+
+    Raises:
+        NotReplayable: a policy of the recording is not installed under its name.
+    """
+    core = _core(data["config"], _recorded(data["config"]) if policies is None else policies)
     plans: list[Plan] = []
     steps = 0
     try:
@@ -144,6 +159,24 @@ def replay(data: Mapping[str, Any], policies: Sequence[Policy] = ()) -> Report:
     finally:
         core.close()
     return Report(data["name"], steps)
+
+
+def left_out(data: Mapping[str, Any]) -> list[str]:
+    """Names in the requests' metadata whose values could not be recorded."""
+    return sorted({name for event in data["events"] for name in event.get("add", {}).get("left_out", ())})
+
+
+def _recorded(config: Mapping[str, Any]) -> list[Policy]:
+    """The policies of a recording, made anew. Raises ``NotReplayable``."""
+    made: list[Policy] = []
+    for one in config.get("policies", ()):
+        try:
+            policy = make("policy", one["name"], one["options"])
+        except (ConfigError, PluginError) as error:
+            raise NotReplayable(f"it was recorded with a policy that cannot be made: {error}") from error
+        assert isinstance(policy, Policy)
+        made.append(policy)
+    return made
 
 
 def _core(config: Mapping[str, Any], policies: Sequence[Policy]) -> EngineCore:
@@ -190,8 +223,10 @@ def _apply(core: EngineCore, kind: str, what: Any, plans: list[Plan]) -> None:
 
 def _entry(request: Request, salt: str, parked_on: Sequence[str]) -> dict[str, Any]:
     """What was added, as plain values: arguments of ``EngineCore.add``."""
-    params = request.params
+    params, metadata = request.params, {k: v for k, v in request.metadata.items() if _is_json(v)}
+    lost = sorted(request.metadata.keys() - metadata.keys())
     return {
+        **({"left_out": lost} if lost else {}),
         "tokens": list(request.prompt),
         "params": asdict(params),
         "more": {
@@ -201,9 +236,18 @@ def _entry(request: Request, salt: str, parked_on: Sequence[str]) -> dict[str, A
             "adapter": request.adapter,
             "arrival": request.arrival,
             "read_cache": request.read_cache,
+            "metadata": metadata,
             "parked_on": list(parked_on),
         },
     }
+
+
+def _is_json(value: Any) -> bool:
+    """Whether JSON brings it back as it was."""
+    try:
+        return bool(json.loads(json.dumps(value, allow_nan=False)) == value)
+    except (TypeError, ValueError):
+        return False
 
 
 def _frozen(values: Mapping[str, Any]) -> dict[str, Any]:

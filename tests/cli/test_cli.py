@@ -104,6 +104,15 @@ def test_a_mistake_as_people_see_it() -> None:
     assert "did you mean 'radix'?" in refused(engine, "serve", "--scheduler", "radixx")
 
 
+def test_what_is_loaded_is_what_is_said(here: Any) -> None:
+    nowhere = ("serve", "--host", "256.0.0.1")
+    _, out, _ = here(*nowhere, "--executor", "sim")
+    assert "starting executor sim, without a model …" in out
+    assert "SmolLM2" not in out
+    _, out, _ = here("serve", "--model", "./nowhere.gguf")
+    assert "loading ./nowhere.gguf …" in out
+
+
 def test_address_in_use(here: Any, tmp_path: Path) -> None:
     import socket
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import re
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from engine.cli.plugin_new import write
 from engine.cli.plugin_templates import CODE
+from engine.core import SamplingParams
 from engine.core.errors import ConfigError, PluginError
 from engine.core.protocols import ROLES
-from engine.core.registry import Registry
-from engine.testing import SUITES
+from engine.core.registry import Registry, make
+from engine.core.replay.own import RecordingCore
+from engine.testing import SUITES, make_core
 from engine.testing.checking import check, suites
 
 
@@ -49,10 +54,23 @@ def test_show_tells_all_roles_of_a_name():
     [
         (["show", "radixx"], "no plugin is named 'radixx': did you mean 'radix'?"),
         (["show", "radix", "--role", "cache"], "unknown role 'cache': did you mean 'kvcache'?"),
-        (["show", "no.such:Thing"], "cannot be imported from no.such:Thing"),
+        (["show", "unified", "--role", "policy"], "no policy is named 'unified': it is a scheduler\n"),
+        (["show", "radix", "--role", "policy"], "no policy is named 'radix': it is a scheduler and a kvcache\n"),
+        (["show", "radixx", "--role", "policy"], "no plugin is named 'radixx': did you mean 'radix'?"),
+        (["show", "no.such:Thing"], "No module named 'no'; is its folder on PYTHONPATH?"),
+        (["show", "engine.cli.no:Thing"], "No module named 'engine.cli.no'; is its folder on PYTHONPATH?"),
+        (["show", "engine.cli:Thing"], "module 'engine.cli' has no attribute 'Thing'; repair it"),
         (["check", "radixx"], "no plugin and no distribution is named 'radixx': did you mean 'radix'?"),
         (["check", "no.such:Thing"], "cannot be imported from no.such:Thing"),
         (["check", "paged", "--option", "nonsense"], "--option 'nonsense' is no KEY=VALUE"),
+        (
+            ["check", "dlpm", "--option", "quantum=no"],
+            "policy 'dlpm', option quantum (--option quantum=no): Input should be a valid number",
+        ),
+        (
+            ["check", "dlpm", "--option", "quantm=1"],
+            "has no option 'quantm' (--option quantm=1): did you mean 'quantum'?",
+        ),
         (["new", "Bad_Name", "--role", "policy"], "must be small letters, digits and single dashes"),
         (["new", "fine", "--role", "police"], "no template for role 'police': did you mean 'policy'?"),
     ],
@@ -109,6 +127,24 @@ def test_a_name_that_is_taken_is_refused(name, role, words, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_package_of_a_one_word_name_is_not_hidden_by_its_folder(tmp_path):
+    """Beside the folder Python finds the installed package, and not the folder as one without code."""
+    assert (write("steady", "policy", tmp_path) / "tests" / "test_steady_plugin.py").is_file()
+    project = tomllib.loads((tmp_path / "steady" / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"] == {"engine.policies": {"steady": "steady_plugin:Steady"}}
+    code = (
+        "import sys\n"
+        "from importlib.machinery import PathFinder\n"
+        "class Editable:\n"  # as pip's editable installations are found: after everything on the path
+        "    find_spec = staticmethod(lambda name, *_: PathFinder.find_spec(name, ['steady']))\n"
+        "sys.meta_path.append(Editable)\n"
+        "import steady_plugin; print(steady_plugin.Steady.name)\n"
+    )
+    (tmp_path / "watch.py").write_text(code)
+    done = subprocess.run([sys.executable, "watch.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "steady\n", done.stderr
+
+
 def test_a_name_of_another_role_is_free(tmp_path):
     assert write("fair-share", "executor", tmp_path).is_dir()
 
@@ -155,6 +191,20 @@ def test_every_template_passes_its_suite(role, tmp_path, monkeypatch):
     report = check(suite, seed=3, workloads=1, cost_limit=None)
     assert report.finding is None
     assert report.rules > 3
+    if role == "connector":  # else the rule that what is saved comes back is silent
+        assert suite.plugin.loads
+        assert suite.plugin.saves
+
+
+def test_a_new_cache_finds_what_the_last_step_of_a_request_computed(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(write("my-cache", "kvcache", tmp_path))
+    cache = importlib.import_module("my_cache").MyCache()
+    core = make_core(kvcache=cache, page_size=4)
+    for tokens in (list(range(8)), [*range(8), 99]):  # the first ends with the step that computes all of it
+        request = core.add(tokens, SamplingParams(max_tokens=1))
+        while core.has_work:
+            core.step()
+    assert request.cached_tokens == 8
 
 
 def test_check_says_which_rule_is_broken(tmp_path):
@@ -172,6 +222,25 @@ def test_check_says_which_rule_is_broken(tmp_path):
     assert "BROKEN     Answers are valid and never counted as faults" in out
     assert "plugin 'twice' was at fault: order answered requests that are unknown or repeated" in out
     assert "again      engine plugins check twice:Twice --seed 1" in out
+
+
+def test_check_says_how_to_try_the_same_options_again(tmp_path):
+    (tmp_path / "unsure.py").write_text(
+        "from pydantic import Field\n"
+        "from engine.core import Policy, PluginOptions, hookimpl\n"
+        "class Unsure(Policy):\n"
+        "    '''Raises when told to.'''\n"
+        "    name = 'unsure'\n"
+        "    class Options(PluginOptions):\n"
+        "        words: str = Field('', description='of the exception')\n"
+        "    @hookimpl\n"
+        "    def order(self, waiting):\n"
+        "        assert not self.options.words, self.options.words\n"
+    )
+    arguments = ["--option", "words=not now", "--seed", "1"]
+    code, out, _ = engine("plugins", "check", "unsure:Unsure", *arguments, path=tmp_path)
+    assert code == 1
+    assert "again      engine plugins check unsure:Unsure --option 'words=not now' --seed 1\n" in out
 
 
 def test_check_takes_a_suite_with_its_settings(tmp_path):
@@ -295,3 +364,28 @@ def test_options_of_plugins_are_not_dropped_in_silence():
     code, _, err = engine("plugins", "check", "radix", "--scheduler.policy", "lpm")
     assert code == 2
     assert "'check' takes no plugin options such as --scheduler.policy" in err
+
+
+def test_a_recording_is_replayed_with_its_policies_or_with_others(tmp_path, here):
+    core = make_core(
+        core=RecordingCore, policies=[make("policy", "fair-share", {"weights": {"a": 9.0}})], max_running=1
+    )
+    for number in range(8):
+        core.add([number] * 9, SamplingParams(max_tokens=3), metadata={"tenant": "ab"[number > 3]})
+    while core.has_work:
+        core.step()
+    file = tmp_path / "evening.json"
+    file.write_text(json.dumps(core.recording("evening")))
+    same = ("--policy", "fair-share", "--policy.fair-share.weights", "a=9")
+    assert here("replay", str(file))[0] == 0
+    assert here("replay", str(file), *same)[0] == 0
+    code, out, _ = here("replay", str(file), "--policy", "fair-share")
+    assert code == 1
+    assert "evening: differs" in out
+    code, _, err = here("replay", str(file), *same[:2], "--policy.fair-share.wait", "1")
+    assert code == 2
+    assert "'wait' (flag --policy.fair-share.wait): did you mean 'weights'?" in err
+    foreign = sorted((Path(__file__).parents[1] / "conformance" / "data").rglob("*.json"))[0]
+    code, out, _ = here("replay", str(foreign), "--policy", "fair-share")
+    assert code == 1
+    assert "not replayed: --policy is for recordings of our own engine" in out

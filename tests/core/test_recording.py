@@ -8,9 +8,11 @@ import random
 
 import pytest
 
-from engine.core import SamplingParams
+from engine.core import Policy, SamplingParams, hookimpl
+from engine.core.registry import make
 from engine.core.replay import own
 from engine.core.replay.own import RecordingCore
+from engine.core.replay.report import NotReplayable
 from engine.testing import ScriptedExecutor, make_core
 
 
@@ -67,3 +69,51 @@ def test_another_scheduler_decides_otherwise():
     data = record("unified", "paged", overlap=False)
     data["config"]["scheduler"] = {"name": "radix", "options": {}}
     assert not own.replay(data).equal
+
+
+class BigFirst(Policy):
+    """What a request carries decides who comes first."""
+
+    name = "big-first"
+
+    @hookimpl
+    def order(self, waiting):
+        return sorted(waiting, key=lambda request: -request.metadata.get("size", 0))
+
+
+def carrying(policies=(), **more):
+    """A recording of requests that carry something for policies."""
+    core = make_core(core=RecordingCore, policies=list(policies), max_running=2)
+    for number in range(6):
+        core.add(
+            [1, 2, number], SamplingParams(max_tokens=3), metadata={"tenant": "ab"[number % 2], "size": number, **more}
+        )
+    while core.has_work:
+        core.step()
+    return json.loads(json.dumps(core.recording("carrying")))
+
+
+def test_what_policies_read_is_recorded_and_comes_back():
+    data = carrying([BigFirst()])
+    assert data["events"][1]["add"]["more"]["metadata"] == {"tenant": "b", "size": 1}
+    assert own.replay(data, [BigFirst()]).equal
+    assert not own.replay(data, []).equal
+    for event in data["events"]:
+        event.get("add", {"more": {}})["more"].pop("metadata", None)
+    assert not own.replay(data, [BigFirst()]).equal
+
+
+def test_what_json_does_not_bring_back_is_left_out_and_named():
+    assert own.left_out(carrying()) == []
+    data = carrying(when=(1, 2))
+    assert own.left_out(data) == ["when"]
+    assert set(data["events"][0]["add"]["more"]["metadata"]) == {"tenant", "size"}
+    assert own.replay(data).equal
+
+
+def test_the_policies_of_a_recording_are_made_anew():
+    data = carrying([make("policy", "fair-share", {"weights": {"a": 5.0}})])
+    assert own.replay(data).equal
+    data["config"]["policies"][0]["name"] = "nobody"
+    with pytest.raises(NotReplayable, match="unknown policy 'nobody'"):
+        own.replay(data)

@@ -62,6 +62,13 @@ class CountsWhatItCannotEvict(PagedCache):
         return numbers._replace(evictable=numbers.evictable + numbers.pinned, pinned=0)
 
 
+class PromisesPagesInUse(CountsWhatItCannotEvict):
+    """The same, and says so wherever it is asked: no two of its numbers contradict each other."""
+
+    def available(self):
+        return self.numbers().available
+
+
 class ForgetsToUnpublish(PagedCache):
     """What a failed step published stays to be found."""
 

@@ -12,7 +12,7 @@ import pytest
 
 import engine.testing
 from engine.core import OutOfPages, SamplingParams, Transfer, Why
-from engine.core.registry import make
+from engine.core.registry import Registry, make
 from engine.testing import (
     FaultyCache,
     FaultyConnector,
@@ -24,6 +24,7 @@ from engine.testing import (
     Workload,
     make_core,
 )
+from engine.testing.checking import suite_of
 
 
 def test_the_old_name_stands():
@@ -125,6 +126,13 @@ def test_a_deaf_connector_keeps_pages_fenced():
     assert [wish.id for wish in connector.opened] == ["t"]
     assert core.has_work
     assert core.pool.num_fenced == len(pages)
+
+
+def test_a_store_on_a_disk_may_be_tried_again(tmp_path):
+    """What an earlier run has left there is no content of another namespace."""
+    suite = suite_of(Registry().select("connector", "file"), {"root": str(tmp_path)})
+    for _ in range(2):
+        suite().test_what_is_loaded_is_what_was_saved()
 
 
 def test_a_workload_is_the_same_for_the_same_seed():

@@ -26,6 +26,7 @@ CAUGHT = {
     "MatchesTheLastToken": ("at most num_tokens - 1", "the last is never matched"),
     "LeaksPages": ("gives back every page|.", "pages are in use, and the cache counts"),
     "CountsWhatItCannotEvict": (".", "63 pages are available, and counts .* evictable=1, pinned=0"),
+    "PromisesPagesInUse": ("is found again", "5 pages are in use, and the cache counts 0 as pinned"),
     "ForgetsToUnpublish": ("Keys of a failed step", "that were taken back"),
     "IgnoresWhatCameBefore": ("after another beginning", "begins differently"),
     "InventsCandidates": ("drop frees idle content|.", "dropping all candidates frees none"),

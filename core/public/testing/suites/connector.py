@@ -6,6 +6,7 @@ import itertools
 import random
 import time
 from typing import Any, ClassVar
+from uuid import uuid4
 
 from engine.core.loop import EngineCore
 from engine.core.plan import Transfer
@@ -65,7 +66,8 @@ class ConnectorSuite(Suite):
         core = self.core(connector)
         with closing(core):
             said = []
-            for salt in ("", "", "other"):
+            own, other = uuid4().hex, uuid4().hex  # what is kept on a disk may be there since an earlier run
+            for salt in (own, own, other):
                 request = core.add(list(range(40)), SamplingParams(max_tokens=8), salt=salt)
                 self._settle(core)
                 said.append(request.output)
