@@ -38,6 +38,11 @@ def _requests(core: EngineCore) -> None:
         for request in group:
             if request.state is not state:
                 _fail(f"{request!r} stands among the {state}")
+    for request in homes:
+        if request.num_tokens >= request.max_total:
+            _fail(f"{request!r} has all its tokens and has not ended")
+        if request.tokens[-1] in request.stop_ids and request.num_output >= max(1, request.params.min_tokens):
+            _fail(f"{request!r} was stopped by a token and has not ended")
     if len(core.running) > core.limits.max_running:
         _fail(f"{len(core.running)} requests run, at most {core.limits.max_running} may")
 

@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING
 
 from engine.core.errors import ConfigError
 from engine.core.identity import page_digests
+from engine.core.outgoing import Outgoing
 from engine.core.pace import Pace
 from engine.core.plan import Plan, Transfer, TransferEvent
 from engine.core.protocols import Connector, Executor
-from engine.core.request import Finish, Request, State
-from engine.core.transfers import TransferBook
+from engine.core.request import Request, State
+from engine.core.transfers import TransferBook, hints_of
 
 if TYPE_CHECKING:
     from engine.core.loop import EngineCore
@@ -35,7 +36,6 @@ KV = "kv"  # what a parked request waits for
 REST = 0.0005  # seconds between two looks at the connectors while nothing can be computed
 PATIENCE = 5.0  # seconds
 RETRY = 16  # one in so many loads is tried although loading has been slower than computing
-SAVING_SHARE = 4  # at most one in so many pages is fenced for being saved
 
 
 @dataclass(slots=True, eq=False)
@@ -47,20 +47,13 @@ class Load:
     deadline: float
     probes: dict[str, Connector] = field(default_factory=dict)  # open ones by transfer id
     source: Connector | None = None  # who has the most of it
+    found: str = ""  # the probe by which it found it
     upto: int = 0  # tokens that it has
     stand_in: Request | None = None
     first: int = 0  # pages that were cached here when the transfer began
     pull: str = ""
     begun: float = 0.0
     awaited: bool = True  # somebody still waits for it
-
-
-@dataclass(slots=True, eq=False)
-class Chain:
-    """The keys of a request's pages, and how many of them the sinks were given."""
-
-    keys: list[bytes] = field(default_factory=list)
-    saved: int = 0
 
 
 class Exchange:
@@ -74,17 +67,16 @@ class Exchange:
         self._sources = [connector for connector in connectors if connector.loads]
         self._sinks = [connector for connector in connectors if connector.saves]
         self._book = TransferBook(core.pool)
+        self._outgoing = Outgoing(core, self._sinks, self._book, self._name)
         self._loads: dict[Request, Load] = {}  # of requests that are parked for it
         self._probing: dict[str, Load] = {}
         self._loading: dict[str, Load] = {}
-        self._saving: dict[str, int] = {}  # transfer id -> pages
-        self._chains: dict[Request, Chain] = {}
         self._names = self._chances = 0
         self._pace = Pace()
         self.evicted = 0
 
     def __len__(self) -> int:
-        return len(self._book) + len(self._loads)
+        return len(self._book) + len(self._loads) + self._book.unsaid
 
     def register(self, executor: Executor) -> None:
         """Show the connectors where KV memory lies. Raises ``ConfigError`` where the executor has none to show."""
@@ -97,18 +89,33 @@ class Exchange:
                     "reach its memory"
                 )
             connector.register(layout)
+        if connectors:
+            self._core.describe_also(
+                connectors={self._core.hooks.name(one): dict(one.describe()) for one in connectors}
+            )
+
+    def stats(self) -> dict[str, int | float]:
+        """The connectors' own numbers."""
+        return {
+            f"connector_{self._core.hooks.name(one)}_{name}": value
+            for one in dict.fromkeys([*self._sources, *self._sinks])
+            for name, value in one.stats().items()
+        }
 
     def drain(self) -> bool:
-        """Wait for what is open, for as long as a request would be kept waiting. True if nothing is open then."""
+        """Wait for what is open, for as long as a request would be kept waiting. True if nothing is open then.
+
+        What goes out may stay open: its pages are fenced and its keys name the weights that computed it.
+        """
         until = time.monotonic() + max((source.patience for source in self._sources), default=PATIENCE)
-        while self and time.monotonic() < until:
+        while len(self) > len(self._outgoing) and time.monotonic() < until:
             self.move()
             time.sleep(REST)
-        return not self
+        return len(self) <= len(self._outgoing)
 
     def reset(self) -> None:
         """The keys of all content have changed. Mutates."""
-        self._chains.clear()
+        self._outgoing.reset()
 
     def stand_ins(self) -> Iterator[Request]:
         """Those that hold pages for what is coming in."""
@@ -131,16 +138,18 @@ class Exchange:
         pages = (request.num_tokens - 1) // size
         keys = page_digests(request.namespace, request.packed_tokens(0, pages * size), size)
         patience = max(source.patience for source in self._sources)
+        hints = hints_of(request)
         load = self._loads[request] = Load(request, keys, core.roster.now() + patience)
         for source in self._sources:
             name = self._name(request)
             load.probes[name] = source
             self._probing[name] = load
-            self._book.ask(Transfer(name, "probe", request.id, keys=tuple(keys), to=core.hooks.name(source)))
+            to = core.hooks.name(source)
+            self._book.ask(Transfer(name, "probe", request.id, keys=tuple(keys), to=to, hints=hints))
 
     def forget(self, request: Request) -> None:
         """The request ended: nobody waits for what comes in for it. Mutates."""
-        self._chains.pop(request, None)
+        self._outgoing.forget(request)
         load = self._loads.pop(request, None)
         if load is not None:
             self._give_up(load)
@@ -148,7 +157,7 @@ class Exchange:
     def move(self) -> None:
         """Once a step, before it is planned: tell the connectors, and do what their answers ask for. Mutates."""
         core, book = self._core, self._book
-        if not (book or self._loads):
+        if not self:
             return
         now = core.roster.now()
         for load in [load for load in self._loads.values() if now > load.deadline]:
@@ -173,12 +182,7 @@ class Exchange:
             self._answered(load, wish.id, event)
         elif (load := self._loading.pop(wish.id, None)) is not None:
             self._landed(load, wish, event)
-        elif wish.id in self._saving:
-            del self._saving[wish.id]
-            if event.kind == "failed":
-                self._core.counters.failed_saves += 1
-                log.warning("request %s: its KV was not saved: %s", wish.request_id, event.reason)
-        else:
+        elif not self._outgoing.ended(wish, event):
             self._core.ready(wish.request_id, f"transfer {wish.id}")
 
     def _answered(self, load: Load, name: str, event: TransferEvent) -> None:
@@ -186,26 +190,42 @@ class Exchange:
         source = load.probes.pop(name)
         size = self._core.limits.page_size
         tokens = min(event.tokens // size, len(load.keys)) * size if event.kind == "found" else 0
+        if event.kind == "failed" and load.awaited:
+            self._core.counters.failed_loads += 1
+            log.warning("request %s: its prefix could not be looked up: %s", load.request.id, event.reason)
         if tokens > load.upto:
-            load.source, load.upto = source, tokens
-        if load.probes or not load.awaited:
+            self._unwanted(load)
+            load.source, load.upto, load.found = source, tokens, name
+        elif event.kind == "found":
+            self._unwanted(Load(load.request, [], 0.0, source=source, found=name))
+        if load.probes:
             return
-        if load.source is not None and self._worth(load, load.source):
+        if load.source is not None and load.awaited and self._worth(load, load.source):
             self._begin(load)
         else:
+            self._unwanted(load)
             load.source = None
             self._ready(load)
 
     def _worth(self, load: Load, source: Connector) -> bool:
-        """Whether it gives enough, and sooner than computing would. Now and then it is tried all the same."""
+        """Whether it gives enough, and sooner than computing would. Now and then it is tried all the same.
+
+        What is held for the request was computed for it on purpose: that it is fetched is settled.
+        """
         gain = load.upto - self._core.kv.match(load.request).tokens
         if gain < max(self._core.limits.page_size, source.min_tokens):
             return False
         self._chances += 1
-        if self._pace.worth(source) or not self._chances % RETRY:
+        if source.holds or self._pace.worth(source) or not self._chances % RETRY:
             return True
         self._core.counters.slow_loads += 1
         return False
+
+    def _unwanted(self, load: Load) -> None:
+        """What was found for it will not be loaded: whoever holds it for us is told. Mutates."""
+        if load.source is not None and load.source.holds and load.found:
+            self._book.decline(load.found, load.request.id, self._core.hooks.name(load.source))
+        load.found = ""
 
     def _begin(self, load: Load) -> None:
         """Take pages for what is missing here, and have it loaded; tried again where there are none now."""
@@ -231,7 +251,9 @@ class Exchange:
         load.stand_in, load.pull, load.begun = stand_in, self._name(request), core.roster.now()
         self._loading[load.pull] = load
         keys = tuple(load.keys[load.first : load.upto // size])
-        self.ask(Transfer(load.pull, "pull", request.id, tuple(taken), keys, to=core.hooks.name(source)))
+        load.found = ""
+        to = core.hooks.name(source)
+        self.ask(Transfer(load.pull, "pull", request.id, tuple(taken), keys, to=to, hints=hints_of(request)))
 
     def _landed(self, load: Load, wish: Transfer, event: TransferEvent) -> None:
         """Publish what arrived, up to the first bad page, and let go of it."""
@@ -263,6 +285,7 @@ class Exchange:
         for name in list(load.probes):
             if self._book.cancel(name):
                 del self._probing[name], load.probes[name]
+        self._unwanted(load)
         if load.pull and load.pull in self._book and self._book.cancel(load.pull):
             assert load.stand_in is not None
             self._core.kv.release(load.stand_in, keep=0)
@@ -280,36 +303,7 @@ class Exchange:
             self._pace.committed(self._core.roster.now(), plan.total_tokens, len(plan.requests))
             if not self._core.running:
                 self._pace.paused()
-        if not self._sinks:
-            return
-        if plan.total_tokens > len(plan.requests):  # else all of them decode
-            for request in plan.requests:
-                if request.state is State.RUNNING and request.computed <= request.prefill_target:
-                    self._save(request)
-        for request in finished:
-            if request.finish is not Finish.ERROR:
-                self._save(request)
-
-    def _save(self, request: Request) -> None:
-        core, size = self._core, self._core.limits.page_size
-        full = min(request.computed, request.num_tokens) // size
-        chain = self._chains.setdefault(request, Chain())
-        first = chain.saved
-        if full <= first:
-            return
-        if sum(self._saving.values()) + (full - first) * len(self._sinks) > core.pool.num_pages // SAVING_SHARE:
-            core.counters.unsaved_pages += full - first
-            return
-        known = len(chain.keys)
-        if known < full:
-            parent = chain.keys[-1] if known else request.namespace
-            chain.keys += page_digests(parent, request.packed_tokens(known * size, full * size), size)
-        for sink in self._sinks:
-            name = self._name(request)
-            self._saving[name] = full - first
-            pages, keys = tuple(request.pages[first:full]), tuple(chain.keys[first:full])
-            self._book.ask(Transfer(name, "push", request.id, pages, keys, to=core.hooks.name(sink)))
-        chain.saved = full
+        self._outgoing.committed(plan, finished)
 
     def _name(self, request: Request) -> str:
         self._names += 1

@@ -433,6 +433,7 @@ class EngineCore:
             "pages_pinned": numbers.pinned,
             **self.counters.flat(),
             **{f"scheduler_{name}": value for name, value in self.scheduler.stats().items()},
+            **self.exchange.stats(),
             **self.hooks.stats(),
         }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from engine.core.request import Finish, Request
 
@@ -184,7 +184,10 @@ class Transfer:
     ``probe``: how long a prefix of ``keys`` is there? Ends with ``found`` or ``failed``. ``pull``: fill ``pages`` with
     what is under ``keys``, one a page. ``push``: keep ``pages`` under ``keys``. Both end with ``done`` or ``failed``.
     ``cancel``: nobody waits any more for the transfer ``of``. A cancel is not answered; it may hasten that transfer's
-    end, which is still to be told: not before the pages are safe from it.
+    end, which is still to be told: not before the pages are safe from it. Of a probe that was answered (only connectors
+    that ``hold`` are told): what it found is not wanted.
+
+    ``hints`` is what the request's metadata says under names that begin with ``kv_``.
     """
 
     id: str
@@ -194,6 +197,7 @@ class Transfer:
     keys: tuple[bytes, ...] = ()
     to: str = ""  # the connector that it is for; empty: all of them
     of: str = ""  # of a cancel: the transfer's id
+    hints: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

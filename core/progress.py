@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engine.core.exchange import PATIENCE
 from engine.core.plan import Outcome, Why
 from engine.core.request import State
 
@@ -13,6 +12,7 @@ if TYPE_CHECKING:
 
 BEFORE_OVERRIDE = 1
 BEFORE_FAILING = 2  # after the override
+FENCED = 60.0  # seconds that pages of open transfers are waited for while nothing moves
 
 
 class Progress:
@@ -20,7 +20,7 @@ class Progress:
 
     def __init__(self) -> None:
         self._idle = 0
-        self._held_since: float | None = None
+        self._since: float | None = None  # nothing moves, and transfers hold pages back
 
     @property
     def override(self) -> bool:
@@ -32,10 +32,15 @@ class Progress:
         requests, dropped = outcome.plan.requests, outcome.dropped
         moved = len(dropped) < len(requests) or any(requests[row].finished for row in dropped)
         if moved or not (core.running or len(core.waiting)):
-            self._idle, self._held_since = 0, None
+            self._idle, self._since = 0, None
             return
+        fenced, now = core.pool.num_fenced, core.roster.now()
+        if fenced:  # they come back when their transfers end
+            self._since = now if self._since is None else self._since
+            if now - self._since < FENCED:
+                return
         self._idle += 1
-        if self._idle <= BEFORE_OVERRIDE + BEFORE_FAILING or self._held_back(core):
+        if self._idle <= BEFORE_OVERRIDE + BEFORE_FAILING:
             return
         stuck = core.running[-1] if core.running else core.waiting.head()
         assert stuck is not None
@@ -44,14 +49,7 @@ class Progress:
         else:
             why, words = core.why(stuck.id) or (Why.NOT_ASKED, "")
             cause = f"nothing runs, and still it waits: {why} {words}".rstrip()
+        if fenced:
+            cause += f"; {fenced} pages are held back by transfers that have not ended in {FENCED:g} seconds"
         core.fail(stuck, f"scheduler {core.scheduler.name!r} made no progress for {self._idle} steps; {cause}")
         self._idle = 0
-
-    def _held_back(self, core: EngineCore) -> bool:
-        """Whether transfers hold pages that their owners gave up: they come back, unless a connector never answers."""
-        if not (core.exchange and core.pool.num_fenced):
-            return False
-        now = core.roster.now()
-        if self._held_since is None:
-            self._held_since = now
-        return now - self._held_since < PATIENCE

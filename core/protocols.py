@@ -142,18 +142,32 @@ class Connector(Plugin):
         saves: it keeps content: ``push`` transfers are for it.
         patience: seconds from a request's arrival for which it may be kept waiting for what comes in.
         min_tokens: fewer than so many tokens more than are cached here are not worth a transfer.
+        saving_share: at most this part of the pool is fenced for what it saves; what is beyond is not handed to it.
+        holds: what a probe finds is held for it elsewhere, so a ``cancel`` of the probe tells when it is not wanted.
     """
 
     loads: bool = False
     saves: bool = False
     patience: float = 5.0
     min_tokens: int = 0
+    saving_share: float = 0.25
+    holds: bool = False
 
     def register(self, layout: KVLayout) -> None:
         """Where KV memory lies. Called once, after ``start``, of a connector that loads or saves.
 
         The memory stays where it is until ``close``. Raise ``ConfigError`` where it cannot be worked with.
         """
+
+    def describe(self) -> Mapping[str, Any]:
+        """What others must know of it, e.g. where it listens: part of ``EngineCore.describe``. Called after
+        ``register``. Nothing by default."""
+        return {}
+
+    def stats(self) -> Mapping[str, int | float]:
+        """Numbers of its own, for whoever watches: ``EngineCore.stats`` names them ``connector_NAME_…``. None by
+        default."""
+        return {}
 
 
 class Scheduler(Plugin, ABC):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from engine.core.errors import EngineError
 from engine.core.pages import PagePool
 from engine.core.plan import Transfer, TransferEvent
+from engine.core.request import Request
+
+HINT = "kv_"  # how names in a request's metadata begin that are for connectors
 
 
 class TransferBook:
@@ -19,6 +23,11 @@ class TransferBook:
 
     def __len__(self) -> int:
         return len(self._open)
+
+    @property
+    def unsaid(self) -> int:
+        """Cancels that the connectors have not been told of yet."""
+        return sum(wish.kind == "cancel" for _, wish in self._wishes)
 
     def __contains__(self, name: str) -> bool:
         return name in self._open
@@ -48,6 +57,10 @@ class TransferBook:
         wish = self._open[name]
         self._wishes.append((0, Transfer(f"cancel {name}", "cancel", wish.request_id, to=wish.to, of=name)))
         return False
+
+    def decline(self, name: str, request_id: str, to: str) -> None:
+        """What the ended probe ``name`` has found is not wanted: say so to whoever holds it. Mutates."""
+        self._wishes.append((0, Transfer(f"cancel {name}", "cancel", request_id, to=to, of=name)))
 
     def take_wishes(self, landed: int) -> list[Transfer]:
         """What was asked for since the last call, as far as it may begin when all steps up to ``landed`` have landed.
@@ -82,3 +95,8 @@ class TransferBook:
             self._pool.unfence(wish.pages)
             ended.append((wish, event))
         return ended, stray
+
+
+def hints_of(request: Request) -> dict[str, Any]:
+    """What the request's metadata says to connectors."""
+    return {name: value for name, value in request.metadata.items() if str(name).startswith(HINT)}

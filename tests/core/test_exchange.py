@@ -368,3 +368,23 @@ def test_nothing_is_handed_on_before_it_is_computed(kvcache):
         ahead += any(request.planned > request.computed for request in core.running)
     assert ahead > 4
     core.close()
+
+
+def test_pages_that_no_transfer_gives_back_are_waited_for_so_long_and_then_said():
+    now = [0.0]
+    shelf = Shelf()
+    core = core_of(shelf, num_pages=10, clock=lambda: now[0])
+    shelf.verdict = lambda wish: DEAF
+    pages = core.pool.take(6)
+    core.transfer(Transfer("for ever", "push", "nobody", tuple(pages)))
+    core.pool.give(pages)
+    late = core.add([8] * 30, SamplingParams(max_tokens=2), read_cache=False)
+    for _ in range(20):
+        core.step()
+        now[0] += 1.0
+    assert not late.finished, "a transfer may take its time"
+    for _ in range(60):
+        core.step()
+        now[0] += 1.0
+    assert late.finish == "error"
+    assert "held back by transfers that have not ended in 60 seconds" in late.detail

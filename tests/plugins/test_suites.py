@@ -96,6 +96,11 @@ class TestHost(ConnectorSuite):
     plugin = "host"
 
 
+class TestLocal(ConnectorSuite):
+    plugin = "local"
+    remembers = False  # it saves for others
+
+
 class TestFile(ConnectorSuite):
     plugin = "file"
 

@@ -66,6 +66,8 @@ def test_with_a_model_only_the_first_import_of_torch_changes_something(tmp_path:
     assert isinstance(after, dict)
     assert set(after) - set(before) <= {"TORCHINDUCTOR_CACHE_DIR"}
     assert {name: after[name] for name in before} == before
+    made = found.pop("temporary files", [[], []])
+    assert all(str(name).startswith("torchinductor_") for name in set(made[1]) - set(made[0]))  # type: ignore[call-overload]
     assert set(found) <= {"warnings", "random"}
 
 

@@ -1,0 +1,103 @@
+"""KV to outside: whole pages are handed to the connectors that keep them, as they are computed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from engine.core.identity import page_digests
+from engine.core.plan import Plan, Transfer, TransferEvent
+from engine.core.protocols import Connector
+from engine.core.request import Finish, Request, State
+from engine.core.transfers import TransferBook, hints_of
+
+if TYPE_CHECKING:
+    from engine.core.loop import EngineCore
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Chain:
+    """The keys of a request's pages, and how many of them each sink was given."""
+
+    keys: list[bytes] = field(default_factory=list)
+    saved: dict[Connector, int] = field(default_factory=dict)
+
+
+class Outgoing:
+    """What goes out. ``len()`` is the number of transfers that are open.
+
+    Args:
+        sinks: who keeps it.
+        name: a new name for a transfer of a request.
+    """
+
+    def __init__(
+        self, core: EngineCore, sinks: Sequence[Connector], book: TransferBook, name: Callable[[Request], str]
+    ) -> None:
+        self._core, self._sinks, self._book, self._name = core, sinks, book, name
+        self._open: dict[str, tuple[Connector, int]] = {}  # transfer id -> for whom, and how many pages
+        self._chains: dict[Request, Chain] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def reset(self) -> None:
+        """The keys of all content have changed. Mutates."""
+        self._chains.clear()
+
+    def forget(self, request: Request) -> None:
+        """The request ended. What was handed on stays with the sinks. Mutates."""
+        self._chains.pop(request, None)
+
+    def committed(self, plan: Plan, finished: Sequence[Request]) -> None:
+        """Hand whole pages of prompts on as they are computed, and those of outputs at their end. Mutates."""
+        if not self._sinks:
+            return
+        if plan.total_tokens > len(plan.requests):  # else all of them decode
+            for request in plan.requests:
+                if request.state is State.RUNNING and request.computed <= request.prefill_target:
+                    self._save(request)
+        for request in finished:
+            if request.finish is not Finish.ERROR:
+                self._save(request)
+
+    def ended(self, wish: Transfer, event: TransferEvent) -> bool:
+        """A transfer has ended; False if it was none of these. Mutates."""
+        if self._open.pop(wish.id, None) is None:
+            return False
+        if event.kind == "failed":
+            self._core.counters.failed_saves += 1
+            log.warning("request %s: its KV was not saved: %s", wish.request_id, event.reason)
+        return True
+
+    def _save(self, request: Request) -> None:
+        """Hand on the whole pages that each sink has not been given yet, as far as its share of the pool goes."""
+        core, size = self._core, self._core.limits.page_size
+        full = min(request.computed, request.num_tokens) // size
+        chain = self._chains.setdefault(request, Chain())
+        for sink in self._sinks:
+            first = chain.saved.get(sink, 0)
+            if full <= first:
+                continue
+            fenced = sum(pages for other, pages in self._open.values() if other is sink)
+            if fenced + full - first > core.pool.num_pages * sink.saving_share:
+                core.counters.unsaved_pages += full - first
+                continue
+            self._extend(chain, request, full)
+            name = self._name(request)
+            self._open[name] = sink, full - first
+            pages, keys = tuple(request.pages[first:full]), tuple(chain.keys[first:full])
+            to = core.hooks.name(sink)
+            self._book.ask(Transfer(name, "push", request.id, pages, keys, to=to, hints=hints_of(request)))
+            chain.saved[sink] = full
+
+    def _extend(self, chain: Chain, request: Request, full: int) -> None:
+        """Know the keys of the request's first ``full`` pages."""
+        known, size = len(chain.keys), self._core.limits.page_size
+        if known < full:
+            parent = chain.keys[-1] if known else request.namespace
+            chain.keys += page_digests(parent, request.packed_tokens(known * size, full * size), size)

@@ -1,0 +1,233 @@
+"""The receiver's side of the wire: connections to peers, kept for the next time, and which peers not to ask for now."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from engine.plugins.connectors import _local_wire as wire
+from engine.plugins.connectors._local_wire import Identity, Kind, Line, LineError, Refused, Rows
+
+KNOWN = 256  # peers that are remembered
+KEPT = 4  # idle connections that are kept a peer
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0  # seconds for which a peer that failed is left alone: doubled each time
+
+
+@dataclass(slots=True)
+class Peer:
+    """What is known of an address."""
+
+    incarnation: str = ""
+    idle: deque[Line] = field(default_factory=deque)
+    failures: int = 0  # in a row
+    ask_again: float = 0.0
+    trouble: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Pages that a peer holds for us."""
+
+    address: str
+    incarnation: str
+    number: int
+
+
+class Peers:
+    """Connections to engines by address. Any thread may call.
+
+    Args:
+        identity: what they are told of this engine.
+        token: what they must know; empty: nothing.
+        stall: seconds without a byte after which a peer is given up.
+    """
+
+    def __init__(self, identity: Identity, token: str, stall: float) -> None:
+        self._identity, self._token, self._stall = identity, token, stall
+        self._lock = threading.Lock()
+        self._peers: OrderedDict[str, Peer] = OrderedDict()
+
+    def trouble(self, address: str) -> str:
+        """Why the peer is not to be asked now; empty: ask. After a pause one asks, to see whether it is well again."""
+        with self._lock:
+            peer = self._peers.get(address)
+            now = time.monotonic()
+            if peer is None or not peer.failures:
+                return ""
+            if now < peer.ask_again:
+                return f"{peer.trouble} (asked again in {peer.ask_again - now:.1f} s)"
+            peer.ask_again = now + self._stall
+            return ""
+
+    def failed(self, address: str, error: LineError) -> None:
+        """Leave the peer alone for a while, and forget its connections. Mutates."""
+        with self._lock:
+            peer = self._peer(address)
+            pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2**peer.failures)
+            peer.failures = min(peer.failures + 1, 16)
+            peer.ask_again = time.monotonic() + pause
+            peer.trouble = str(error)
+            self._forget(peer)
+
+    def take(self, address: str, using: Callable[[Line], None]) -> tuple[Line, str]:
+        """A connection to nobody else's use, and the peer's incarnation. Raises ``LineError``.
+
+        Args:
+            using: told of the connection before anything can block on it.
+        """
+        with self._lock:
+            peer = self._peer(address)
+            while peer.idle:
+                line = peer.idle.pop()
+                if not line.stale:
+                    using(line)
+                    return line, peer.incarnation
+                line.close()
+        line = self._connect(address)
+        try:
+            using(line)
+            incarnation = self._greet(line)
+        except BaseException:
+            line.close()
+            raise
+        with self._lock:
+            peer = self._peer(address)
+            if peer.incarnation != incarnation:
+                self._forget(peer)
+                peer.incarnation = incarnation
+            peer.failures = 0
+        return line, incarnation
+
+    def give(self, address: str, line: Line, incarnation: str) -> None:
+        """Keep a connection on which nothing is open for the next one. Mutates."""
+        with self._lock:
+            peer = self._peers.get(address)
+            if peer is not None and peer.incarnation == incarnation and len(peer.idle) < KEPT:
+                peer.idle.append(line)
+                return
+        line.close()
+
+    def rename(self, identity: Identity) -> None:
+        """Be somebody else from now on. Mutates."""
+        with self._lock:
+            self._identity = identity
+        self.close()
+
+    def close(self) -> None:
+        """Close what is idle, and forget everybody. Mutates."""
+        with self._lock:
+            for peer in self._peers.values():
+                self._forget(peer)
+            self._peers.clear()
+
+    # ---- inside
+
+    def _peer(self, address: str) -> Peer:
+        peer = self._peers.setdefault(address, Peer())
+        self._peers.move_to_end(address)
+        while len(self._peers) > KNOWN:
+            self._forget(self._peers.popitem(last=False)[1])
+        return peer
+
+    @staticmethod
+    def _forget(peer: Peer) -> None:
+        while peer.idle:
+            peer.idle.pop().close()
+
+    def _connect(self, address: str) -> Line:
+        host, _, port = address.rpartition(":")
+        try:
+            sock = socket.create_connection((host.strip("[]"), int(port)), timeout=self._stall)
+        except (OSError, ValueError, OverflowError) as error:
+            raise LineError(f"no connection to {address}: {getattr(error, 'strerror', None) or error}") from None
+        return Line(sock, self._stall)
+
+    def _greet(self, line: Line) -> str:
+        kind, body = line.receive(wire.SHORT)
+        said = wire.parsed(body)
+        if kind is not Kind.GREETING:
+            raise LineError(f"it says {kind.name} first")
+        if said.get("protocol") != wire.PROTOCOL:
+            raise Refused(f"protocol is {said.get('protocol')!r} there and {wire.PROTOCOL} here")
+        nonce = secrets.token_hex(16)
+        hello = self._identity.told(nonce=nonce, proof=wire.proof(self._token, str(said.get("nonce"))))
+        _, body = line.ask(Kind.HELLO, hello, Kind.WELCOME)
+        said = wire.parsed(body)
+        if self._token and not wire.proves(said, self._token, nonce):
+            raise Refused("it does not know the token")
+        other = Identity.heard(said)
+        if words := self._identity.quarrel(other):
+            raise Refused(words)
+        return other.incarnation
+
+
+def find(line: Line, keys: Sequence[bytes], wait: float) -> tuple[int, int]:
+    """Claim and number of pages that the peer has of these keys. Raises ``LineError``."""
+    body = wire.PREFIX.pack(int(wait * 1000)) + b"".join(keys)
+    _, answer = line.ask(Kind.PREFIX, body, Kind.FOUND)
+    claim, count = wire.unpacked(wire.FOUND, answer)
+    if count > len(keys):
+        raise LineError(f"it has {count} pages of {len(keys)}")
+    return claim, count
+
+
+def release(line: Line, claim: int) -> bool:
+    """Whether the peer held the claim until now; it ends. Raises ``LineError``."""
+    kind, _ = line.ask(Kind.RELEASE, wire.CLAIM.pack(claim), Kind.HELD, Kind.EXPIRED)
+    return kind is Kind.HELD
+
+
+def renew(line: Line, claim: int) -> bool:
+    """Whether the peer goes on to hold the claim. Raises ``LineError``."""
+    kind, _ = line.ask(Kind.RENEW, wire.CLAIM.pack(claim), Kind.HELD, Kind.EXPIRED)
+    return kind is Kind.HELD
+
+
+def read(
+    line: Line, claim: int, keys: Sequence[bytes], pages: Sequence[int], rows: Rows, good: Callable[[int], None],
+    *, checked: bool = True,
+) -> None:  # fmt: skip
+    """Fill pages with what the peer has under the keys, straight into KV memory. Raises ``LineError``.
+
+    Args:
+        good: told how many pages, from the first on, are right, as they come. What is beyond may hold anything.
+        checked: compare checksums of the bytes.
+    """
+    kind, body = line.ask(Kind.READ, wire.READ.pack(claim, checked) + b"".join(keys), Kind.GIVING, Kind.EXPIRED)
+    if kind is Kind.EXPIRED:
+        raise LeaseEnded("the peer's lease had ended")
+    (count,) = wire.unpacked(wire.GIVING, body)
+    if count > len(keys):
+        raise LineError(f"it gives {count} pages of {len(keys)}")
+    first = 0
+    while first < count:
+        first = _batch(line, first, pages[:count], rows, checked=checked)
+        good(first)
+    line.answer(Kind.END)
+    if count < len(keys):
+        raise LeaseEnded(f"the peer has {count} of {len(keys)} pages")
+
+
+def _batch(line: Line, first: int, pages: Sequence[int], rows: Rows, *, checked: bool) -> int:
+    """Fill the next few pages; the number of the first after them."""
+    kind, length = line.answer_head()
+    if kind is not Kind.PAGES or length < wire.PAGES.size:
+        raise LineError(f"it sends {kind.name} instead of pages")
+    begin, count, checksum = wire.unpacked(wire.PAGES, line.take(wire.PAGES.size))
+    end = first + count
+    if begin != first or not count or end > len(pages) or length != wire.PAGES.size + count * rows.page_bytes:
+        raise LineError("it sends other pages than those that are due")
+    memory = rows.of(pages[first:end])
+    line.fill(memory)
+    if checked and wire.checksum(memory) != checksum:
+        raise LineError(f"the bytes of pages {first} to {end} do not fit their checksum")
+    return end
+
+
+class LeaseEnded(LineError):
+    """The peer is well, but does not have the pages any more."""

@@ -1,0 +1,188 @@
+"""The sender: listens, and gives peers what is leased, straight out of KV memory."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import selectors
+import socket
+import threading
+import time
+
+from engine.core.errors import ConfigError
+from engine.plugins.connectors import _local_wire as wire
+from engine.plugins.connectors._local_leases import Leases
+from engine.plugins.connectors._local_wire import Identity, Kind, Line, LineError, Rows
+
+log = logging.getLogger(__name__)
+
+MOST = 64  # peers' connections at once, each with a thread
+IDLE = 120.0  # seconds after which a connection without questions is closed
+WAIT = 30.0  # most seconds that a peer may have us wait for pages that are not computed yet
+GOODBYE = 5.0  # seconds that a thread has to end
+
+
+class Server:
+    """Answers peers until ``close``.
+
+    Args:
+        host: address to listen on.
+        port: 0 takes any free one; ``address`` tells which.
+        identity: what peers are told of this engine.
+        token: what peers must know; empty: nothing.
+        stall: seconds without a byte after which a peer is given up.
+        longest: seconds after which a read is broken off, however well it goes.
+
+    Attributes: ``given``, pages sent; ``refused``, peers turned away.
+
+    Raises:
+        ConfigError: it cannot listen there.
+    """
+
+    def __init__(
+        self, host: str, port: int, identity: Identity, leases: Leases, rows: Rows, *,
+        token: str, stall: float, longest: float,
+    ) -> None:  # fmt: skip
+        self._leases, self._rows = leases, rows
+        self._token, self._stall, self._longest = token, stall, longest
+        self._lines: dict[Line, threading.Thread] = {}
+        self._lock = threading.Lock()
+        self._closing = False
+        self.given = self.refused = 0
+        try:
+            self._listener = socket.create_server((host, port), backlog=MOST, family=_family(host))
+        except OSError as error:
+            raise ConfigError(f"connector local: cannot listen on {host}:{port}: {error.strerror or error}") from error
+        name = self._listener.getsockname()
+        self.address = f"[{name[0]}]:{name[1]}" if ":" in name[0] else f"{name[0]}:{name[1]}"
+        self.identity = identity
+        self._bell, self._ear = socket.socketpair()
+        self._thread = threading.Thread(target=self._accept, name="engine-local-door", daemon=True)
+        self._thread.start()
+
+    def rename(self, identity: Identity) -> None:
+        """Be somebody else from now on: whoever is connected must ask again."""
+        self.identity = identity
+        self._cut_all()
+
+    def close(self) -> None:
+        """End all connections and threads."""
+        self._closing = True
+        self._bell.send(b"!")
+        self._thread.join(GOODBYE)
+        self._cut_all()
+        with self._lock:
+            threads = list(self._lines.values())
+        for thread in threads:
+            thread.join(GOODBYE)
+        for each in (self._listener, self._bell, self._ear):
+            each.close()
+
+    # ---- inside
+
+    def _cut_all(self) -> None:
+        with self._lock:
+            for line in self._lines:
+                line.cut()
+
+    def _accept(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            selector.register(self._ear, selectors.EVENT_READ)
+            while not self._closing:
+                ready = [key.fileobj for key, _ in selector.select()]
+                if self._listener in ready and not self._closing:
+                    self._let_in()
+
+    def _let_in(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as error:  # the peer is gone already, or there are no file descriptors left
+            log.warning("connector local: a peer could not be let in: %s", error)
+            time.sleep(0.05)
+            return
+        line = Line(sock, self._stall)
+        with self._lock:
+            full = len(self._lines) >= MOST
+            if not full:
+                thread = threading.Thread(target=self._serve, args=(line,), name="engine-local-peer", daemon=True)
+                self._lines[line] = thread
+                thread.start()
+        if full:
+            self.refused += 1
+            line.close()
+
+    def _serve(self, line: Line) -> None:
+        try:
+            self._greet(line)
+            line.socket.settimeout(IDLE)
+            while not self._closing:
+                kind, body = line.receive()
+                line.socket.settimeout(self._stall)
+                self._answer(line, kind, body)
+                line.socket.settimeout(IDLE)
+        except LineError as error:
+            log.debug("connector local: a peer's connection ended: %s", error)
+        except Exception:
+            log.exception("connector local: a peer's question could not be answered")
+        finally:
+            with self._lock:
+                self._lines.pop(line, None)
+                line.close()
+
+    def _greet(self, line: Line) -> None:
+        """Agree on who is who. Raises ``LineError``."""
+        nonce = secrets.token_hex(16)
+        line.send(Kind.GREETING, wire.greeting(nonce))
+        kind, body = line.receive(wire.SHORT)
+        said = wire.parsed(body)
+        if kind is not Kind.HELLO:
+            raise LineError(f"it says {kind.name} first")
+        if self._token and not wire.proves(said, self._token, nonce):
+            words = "the token is another one"
+        else:
+            words = Identity.heard(said).quarrel(self.identity)
+        if words:
+            self.refused += 1
+            log.warning("connector local: a peer was refused: %s", words)
+            line.send(Kind.REFUSED, words.encode())
+            raise LineError(words)
+        line.send(Kind.WELCOME, self.identity.told(proof=wire.proof(self._token, str(said.get("nonce")))))
+
+    def _answer(self, line: Line, kind: Kind, body: bytes) -> None:
+        leases = self._leases
+        if kind is Kind.PREFIX and len(body) >= wire.PREFIX.size:
+            (wait,) = wire.PREFIX.unpack_from(body)
+            found = leases.find(wire.split_keys(body[wire.PREFIX.size :]), min(wait / 1000, WAIT))
+            line.send(Kind.FOUND, wire.FOUND.pack(*found))
+        elif kind is Kind.READ and len(body) >= wire.READ.size:
+            claim, checked = wire.READ.unpack_from(body)
+            self._give(line, claim, wire.split_keys(body[wire.READ.size :]), checked=checked)
+        elif kind in (Kind.RENEW, Kind.RELEASE) and len(body) == wire.CLAIM.size:
+            ask = leases.renew if kind is Kind.RENEW else leases.release
+            line.send(Kind.HELD if ask(*wire.CLAIM.unpack(body)) else Kind.EXPIRED)
+        else:
+            raise LineError(f"it asks {kind.name} with {len(body)} bytes")
+
+    def _give(self, line: Line, claim: int, keys: list[bytes], *, checked: bool) -> None:
+        """Send pages, in order. As long as this runs, their lease does not end."""
+        begun = self._leases.begin(claim, keys)
+        if begun is None:
+            line.send(Kind.EXPIRED)
+            return
+        hand_off, pages = begun
+        until = time.monotonic() + self._longest
+        try:
+            line.send(Kind.GIVING, wire.GIVING.pack(len(pages)))
+            for first, end in self._rows.batches(len(pages)):
+                rows = self._rows.of(pages[first:end])
+                head = wire.PAGES.pack(first, end - first, wire.checksum(rows) if checked else 0)
+                line.send(Kind.PAGES, head, rows, until)
+                self.given += end - first
+            line.send(Kind.END)
+        finally:
+            self._leases.end(hand_off)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
