@@ -133,7 +133,8 @@ def table(model: type[BaseModel]) -> Iterator[str]:
         default = "required" if field.is_required() else f"``{_plain(field.get_default(call_default_factory=True))}``"
         kind = ", ".join(filter(None, (kind_of(field.annotation), bounds_of(field))))
         yield from (f"   * - ``{name}``", f"     - {kind}", f"     - {default}")
-        yield f"     - {field.description or ''}"
+        words = field.description or ""
+        yield "     - " + re.sub(r"(?<!\S)\*(?!\w)", r"\\*", words)  # a lone star is no markup
     yield ""
 
 
