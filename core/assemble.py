@@ -23,6 +23,7 @@ from engine.core.protocols import (
     Scheduler,
 )
 from engine.core.registry import Found, Registry, build
+from engine.core.values import hidden
 
 log = logging.getLogger(__name__)
 
@@ -196,7 +197,7 @@ def _describe(chosen: Sequence[tuple[Found, Plugin]], model: ModelInfo, limits: 
             "name": plugin.name,
             "distribution": found.distribution,
             "version": found.version,
-            "options": plugin.options.model_dump(mode="json"),
+            "options": {name: hidden(name, value) for name, value in plugin.options.model_dump(mode="json").items()},
         }
         for found, plugin in chosen
     ]

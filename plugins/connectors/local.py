@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, SecretStr
 
 from engine.core.hookspecs import hookimpl
 from engine.core.memory import KVLayout
@@ -49,7 +49,9 @@ class LocalConnector(Connector):
         host: str = Field("127.0.0.1", description="address to listen on; other engines must be trusted, see the docs")
         port: int = Field(0, ge=0, le=65535, description="port to listen on; 0: any free one, see `address`")
         engine: str = Field("", description="what peers call this engine; default: its process id")
-        token: str = Field("", description="what engines must know to talk to each other; empty: nothing")
+        token: SecretStr = Field(
+            SecretStr(""), description="what engines must know to talk to each other; empty: nothing"
+        )
         peers: tuple[str, ...] = Field(
             ("127.0.0.1", "localhost", "::1"), description="hosts that a request's kv_from may name; *: any"
         )
@@ -89,15 +91,15 @@ class LocalConnector(Connector):
         """Listen. Raises ``ConfigError`` where that cannot be done."""
         self._layout = layout
         chosen, identity, rows = self.options, self._identity(), Rows(layout)
-        wait = min(chosen.linger, chosen.patience / 4)
+        wait, token = min(chosen.linger, chosen.patience / 4), chosen.token.get_secret_value()
         self._desk = Desk(
-            Peers(identity, chosen.token, self._stall), rows, self._page_size, wait, chosen.checksum, self._tally,
+            Peers(identity, token, self._stall), rows, self._page_size, wait, chosen.checksum, self._tally,
             self._events.append, self._claimed, self._hold, self._let_go,
         )  # fmt: skip
         if self.saves:
             self._server = Server(
                 chosen.host, chosen.port, identity, self._leases, rows,
-                token=chosen.token, stall=self._stall, longest=chosen.lease_seconds,
+                token=token, stall=self._stall, longest=chosen.lease_seconds,
             )  # fmt: skip
             self.address = self._server.address
 

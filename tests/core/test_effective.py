@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from pydantic import Field, SecretStr, model_validator
 
-from engine.core import ConfigError, PluginError, PluginOptions, Policy, load_config
+from engine.core import ConfigError, EngineConfig, PluginError, PluginOptions, Policy, assemble, load_config
 from engine.core.effective import Effective
+from engine.core.registry import Registry
 
 
 class Guarded(Policy):
@@ -119,3 +120,16 @@ def test_the_file_that_is_printed_configures_the_same(flags, tmp_path):
     assert [chosen.options for chosen in again.plugins] == [chosen.options for chosen in found.plugins]
     assert set(again.origins.values()) <= {f"file {file}", "default"}
     assert again.as_toml() == found.as_toml()
+
+
+def test_a_secret_of_a_plugin_is_shown_nowhere():
+    token = {"name": "local", "token": "between us"}
+    core = assemble(EngineConfig(executor="sim", connectors=[token]))
+    try:
+        shown = core.describe()
+        assert "between us" not in repr(shown)
+        assert "between us" not in repr(core.stats())
+    finally:
+        core.close()
+    loaded = load_config(flags={"connectors": "local", "connectors.local.token": "between us"})
+    assert "between us" not in Effective(loaded, Registry()).as_toml()
