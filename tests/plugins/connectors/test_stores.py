@@ -17,7 +17,8 @@ from engine.core import ConfigError, Selection
 from engine.core.memory import KVLayout
 from engine.core.plan import Transfer
 from engine.core.registry import Registry, build
-from engine.plugins.connectors.file import HEADER, FileStore
+from engine.plugins.connectors._frames import HEADER
+from engine.plugins.connectors.file import FileStore
 from engine.plugins.connectors.host import HostStore
 from engine.testing import make_core
 
@@ -110,10 +111,10 @@ def test_what_was_used_last_goes_last_and_prefixes_lose_their_ends_first(name, o
         ask(store, "push", [key(number)], [number])
     ask(store, "probe", [key(0), key(1)])
     ask(store, "push", [key(9)], [9])
-    assert [store.has(key(number)) for number in (0, 1, 2, 3, 9)] == [True, True, False, True, True]
+    assert [store.has_many([key(number)]) for number in (0, 1, 2, 3, 9)] == [1, 1, 0, 1, 1]
     ask(store, "push", [key(10)], [10])
     ask(store, "push", [key(11)], [11])
-    assert [store.has(key(number)) for number in (0, 1)] == [True, False]
+    assert [store.has_many([key(number)]) for number in (0, 1)] == [1, 0]
     with pytest.raises(ConfigError, match=f"connector {name}: capacity 3 does not hold one page of {size} bytes"):
         opened(name, layout, capacity="3")
 
