@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import subprocess
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -93,6 +95,60 @@ def eventually():
             time.sleep(0.005)
 
     return wait
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+@dataclass
+class Master:
+    """A Mooncake master, which can be stopped and started anew (it knows of nothing then)."""
+
+    port: int = 0
+    process: subprocess.Popen | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def run(self) -> None:
+        import mooncake
+
+        self.port = self.port or free_port()
+        command = [
+            str(Path(next(iter(mooncake.__path__))) / "mooncake_master"),
+            f"--rpc_port={self.port}",
+            "--rpc_address=127.0.0.1",
+            f"--metrics_port={free_port()}",
+        ]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        until = time.monotonic() + LONGEST
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
+                return
+            except OSError:
+                assert time.monotonic() < until, "mooncake_master does not come up"
+                time.sleep(0.02)
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+
+@pytest.fixture
+def master():
+    """A running master. Where the library does not import, what needs it is skipped."""
+    pytest.importorskip("mooncake.store", reason="Mooncake or libibverbs1 is not installed", exc_type=ImportError)
+    one = Master()
+    one.run()
+    yield one
+    one.stop()
 
 
 @dataclass

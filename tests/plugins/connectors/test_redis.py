@@ -13,7 +13,7 @@ from engine.core import ConfigError, EngineConfig, SamplingParams, assemble
 from engine.core.config import load_config
 from engine.core.effective import Effective
 from engine.core.plan import Transfer
-from engine.testing import ShadowExecutor, make_core
+from engine.testing import ConnectorSuite, ShadowExecutor, make_core
 
 PROMPT = [at % 97 for at in range(30)]
 
@@ -252,3 +252,11 @@ def test_a_load_that_is_cancelled_while_the_server_hangs_ends_at_once(
         os.kill(redis_server.process.pid, signal.SIGCONT)
     eventually(lambda: one._workers._hanging == 0)
     assert (layout.read(5) == before).all()
+
+
+class TestRedis(ConnectorSuite):
+    plugin = "redis"
+
+    @pytest.fixture(autouse=True)
+    def _server(self, redis_server):
+        self.options = {"url": redis_server.url, "ttl": 100}
