@@ -10,9 +10,11 @@ import threading
 import time
 
 from engine.core.errors import ConfigError
-from engine.plugins.connectors import _local_wire as wire
-from engine.plugins.connectors._local_leases import Leases
-from engine.plugins.connectors._local_wire import Identity, Kind, Line, LineError, Rows
+from engine.plugins.connectors import _handoff_wire as wire
+from engine.plugins.connectors._handoff_identity import Identity, greeting, proof, proves
+from engine.plugins.connectors._handoff_leases import Leases
+from engine.plugins.connectors._handoff_rows import Rows, checksum
+from engine.plugins.connectors._handoff_wire import Kind, Line, LineError
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +45,7 @@ class Server:
         self, host: str, port: int, identity: Identity, leases: Leases, rows: Rows, *,
         token: str, stall: float, longest: float,
     ) -> None:  # fmt: skip
+        self._name = identity.connector
         self._leases, self._rows = leases, rows
         self._token, self._stall, self._longest = token, stall, longest
         self._lines: dict[Line, threading.Thread] = {}
@@ -52,12 +55,14 @@ class Server:
         try:
             self._listener = socket.create_server((host, port), backlog=MOST, family=_family(host))
         except OSError as error:
-            raise ConfigError(f"connector local: cannot listen on {host}:{port}: {error.strerror or error}") from error
+            raise ConfigError(
+                f"connector {identity.connector}: cannot listen on {host}:{port}: {error.strerror or error}"
+            ) from error
         name = self._listener.getsockname()
         self.address = f"[{name[0]}]:{name[1]}" if ":" in name[0] else f"{name[0]}:{name[1]}"
         self.identity = identity
         self._bell, self._ear = socket.socketpair()
-        self._thread = threading.Thread(target=self._accept, name="engine-local-door", daemon=True)
+        self._thread = threading.Thread(target=self._accept, name=f"engine-{self._name}-door", daemon=True)
         self._thread.start()
 
     def rename(self, identity: Identity) -> None:
@@ -98,14 +103,16 @@ class Server:
         try:
             sock, _ = self._listener.accept()
         except OSError as error:  # the peer is gone already, or there are no file descriptors left
-            log.warning("connector local: a peer could not be let in: %s", error)
+            log.warning("connector %s: a peer could not be let in: %s", self._name, error)
             time.sleep(0.05)
             return
         line = Line(sock, self._stall)
         with self._lock:
             full = len(self._lines) >= MOST
             if not full:
-                thread = threading.Thread(target=self._serve, args=(line,), name="engine-local-peer", daemon=True)
+                thread = threading.Thread(
+                    target=self._serve, args=(line,), name=f"engine-{self._name}-peer", daemon=True
+                )
                 self._lines[line] = thread
                 thread.start()
         if full:
@@ -122,9 +129,9 @@ class Server:
                 self._answer(line, kind, body)
                 line.socket.settimeout(IDLE)
         except LineError as error:
-            log.debug("connector local: a peer's connection ended: %s", error)
+            log.debug("connector %s: a peer's connection ended: %s", self._name, error)
         except Exception:
-            log.exception("connector local: a peer's question could not be answered")
+            log.exception("connector %s: a peer's question could not be answered", self._name)
         finally:
             with self._lock:
                 self._lines.pop(line, None)
@@ -133,21 +140,21 @@ class Server:
     def _greet(self, line: Line) -> None:
         """Agree on who is who. Raises ``LineError``."""
         nonce = secrets.token_hex(16)
-        line.send(Kind.GREETING, wire.greeting(nonce))
+        line.send(Kind.GREETING, greeting(nonce))
         kind, body = line.receive(wire.SHORT)
         said = wire.parsed(body)
         if kind is not Kind.HELLO:
             raise LineError(f"it says {kind.name} first")
-        if self._token and not wire.proves(said, self._token, nonce):
+        if self._token and not proves(said, self._token, nonce):
             words = "the token is another one"
         else:
             words = Identity.heard(said).quarrel(self.identity)
         if words:
             self.refused += 1
-            log.warning("connector local: a peer was refused: %s", words)
+            log.warning("connector %s: a peer was refused and told: %s", self._name, words)
             line.send(Kind.REFUSED, words.encode())
             raise LineError(words)
-        line.send(Kind.WELCOME, self.identity.told(proof=wire.proof(self._token, str(said.get("nonce")))))
+        line.send(Kind.WELCOME, self.identity.told(proof=proof(self._token, str(said.get("nonce")))))
 
     def _answer(self, line: Line, kind: Kind, body: bytes) -> None:
         leases = self._leases
@@ -176,7 +183,7 @@ class Server:
             line.send(Kind.GIVING, wire.GIVING.pack(len(pages)))
             for first, end in self._rows.batches(len(pages)):
                 rows = self._rows.of(pages[first:end])
-                head = wire.PAGES.pack(first, end - first, wire.checksum(rows) if checked else 0)
+                head = wire.PAGES.pack(first, end - first, checksum(rows) if checked else 0)
                 line.send(Kind.PAGES, head, rows, until)
                 self.given += end - first
             line.send(Kind.END)

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.core.plan import Transfer, TransferEvent
-from engine.plugins.connectors import _local_peers as ask
-from engine.plugins.connectors._local_peers import Claim, LeaseEnded, Peers
-from engine.plugins.connectors._local_wire import Line, LineError, Rows
+from engine.plugins.connectors import _handoff_questions as ask
+from engine.plugins.connectors._handoff_identity import Identity
+from engine.plugins.connectors._handoff_peers import Claim, Peers
+from engine.plugins.connectors._handoff_rows import Rows
+from engine.plugins.connectors._handoff_wire import LeaseEnded, Line, LineError
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +32,7 @@ class Desk:
     """What errands share.
 
     Args:
+        name: the connector's, for messages.
         tell: told how an errand ended; from any thread.
         hold: told of a claim that a look-up found, with its transfer.
         claimed: the claim that a request's look-up found, to be used up.
@@ -38,6 +41,7 @@ class Desk:
         checked: whether bytes are compared with their checksums.
     """
 
+    name: str
     peers: Peers
     rows: Rows
     page_size: int
@@ -71,12 +75,12 @@ class Errand(ABC):
         try:
             reason = self._run()
         except Exception as error:  # a worker must live, and every errand must end
-            log.exception("connector local: an errand to %s broke down", self.address)
+            log.exception("connector %s: an errand to %s broke down", self.desk.name, self.address)
             reason = f"{type(error).__name__}: {error}"
         self.ended(reason)
 
     @abstractmethod
-    def talk(self, line: Line, incarnation: str) -> None:
+    def talk(self, line: Line, peer: Identity) -> None:
         """What there is to ask. Raises ``LineError``."""
 
     @abstractmethod
@@ -89,10 +93,10 @@ class Errand(ABC):
         if trouble:
             return f"peer {address}: {trouble}"
         try:
-            line, incarnation = peers.take(address, self._use)
+            line, peer = peers.take(address, self._use)
             well = False
             try:
-                self.talk(line, incarnation)
+                self.talk(line, peer)
                 well = True
             except LeaseEnded:
                 well = True
@@ -100,7 +104,7 @@ class Errand(ABC):
             finally:
                 well = self._leave() and well
                 if well:
-                    peers.give(address, line, incarnation)
+                    peers.give(address, line, peer)
                 else:
                     line.close()
         except LineError as error:
@@ -131,12 +135,12 @@ class LookUp(Errand):
         self.wish = wish
         self._count = 0
 
-    def talk(self, line: Line, incarnation: str) -> None:
+    def talk(self, line: Line, peer: Identity) -> None:
         """Ask, and keep the claim."""
         number, self._count = ask.find(line, self.wish.keys, self.desk.wait)
         if not self._count:
             return
-        claim = Claim(self.address, incarnation, number)
+        claim = Claim(self.address, peer.incarnation, number)
         if self.cancelled:
             self.desk.let_go(claim)
         else:
@@ -158,7 +162,7 @@ class Fetch(Errand):
         self.wish = wish
         self._good = 0
 
-    def talk(self, line: Line, incarnation: str) -> None:
+    def talk(self, line: Line, peer: Identity) -> None:
         """Read, and release.
 
         The sender ends no lease while it sends, so pages that came whole are right, whatever the answer to the release.
@@ -167,8 +171,8 @@ class Fetch(Errand):
         claim = desk.claimed(wish.request_id)
         if claim is None:
             number, _ = ask.find(line, wish.keys, 0)
-            claim = Claim(self.address, incarnation, number)
-        elif claim.incarnation != incarnation:
+            claim = Claim(self.address, peer.incarnation, number)
+        elif claim.incarnation != peer.incarnation:
             raise LeaseEnded("the peer was started anew")
         try:
             ask.read(line, claim.number, wish.keys, wish.pages, desk.rows, self._counted, checked=desk.checked)
@@ -200,9 +204,9 @@ class LetGo(Errand):
         super().__init__(desk, claim.address)
         self._claim = claim
 
-    def talk(self, line: Line, incarnation: str) -> None:
+    def talk(self, line: Line, peer: Identity) -> None:
         """Release it, unless the peer that knew it is gone."""
-        if incarnation == self._claim.incarnation:
+        if peer.incarnation == self._claim.incarnation:
             ask.release(line, self._claim.number)
 
     def ended(self, reason: str) -> None:
