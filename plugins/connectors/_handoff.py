@@ -2,48 +2,55 @@
 
 One engine computes prompts, another goes on with them. The sender leases what it has computed: the core fences the
 pages until the lease ends. The receiver finds, fetches and releases. Source: vLLM's NIXL connector (lease, hand-off
-between prefill and decode), Mooncake's (push).
-
-A request's metadata says what is to be done with it: ``kv_role: prefill`` (lease what you compute) to the one,
-``kv_from: HOST:PORT`` (fetch it there) to the other.
+between prefill and decode; one waits for the other's KV), Mooncake's (push), SGLang's queues (pages are taken while the
+other is still computing).
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from engine.core.hookspecs import hookimpl
 from engine.core.memory import KVLayout
 from engine.core.plan import Transfer, TransferEvent
 from engine.core.protocols import Connector, Context, ModelInfo
-from engine.plugins.connectors._handoff_errands import Desk, Errand, Fetch, LetGo, LookUp, Tally
+from engine.plugins.connectors._handoff_claims import Claims
+from engine.plugins.connectors._handoff_errands import Decline, Desk, Errand, Fetch, Follow, LetGo, LookUp, Renew, Tally
+from engine.plugins.connectors._handoff_hints import FROM, BadHint, Hints, read_hints
 from engine.plugins.connectors._handoff_identity import Identity
 from engine.plugins.connectors._handoff_leases import Leases
 from engine.plugins.connectors._handoff_options import HandOffOptions
 from engine.plugins.connectors._handoff_peers import Claim, Peers
+from engine.plugins.connectors._handoff_road import Road
 from engine.plugins.connectors._handoff_rows import Rows
 from engine.plugins.connectors._handoff_server import Server
 from engine.plugins.connectors._handoff_wire import KEY
 from engine.plugins.connectors._handoff_workers import Workers
+from engine.plugins.connectors._transport import Transport
 
-FROM, ROLE, PREFILL = "kv_from", "kv_role", "prefill"  # hints
 THREADS, THREADS_EACH = 16, 4  # that ask peers at once; that ask one peer
+NEARLY = 0.9  # of the patience: what has not come by then is left out, so that what has come is used
 
 
 class HandOffConnector(Connector):
-    """Hands KV from engine to engine. A subclass has a name, and what moves the bytes.
+    """Hands KV from engine to engine. A subclass has a name, options, and a library that moves the bytes.
+
+    Class attribute ``streams``: pages may also travel over the connection itself, where there is no library, or where
+    it does not reach the peer.
 
     Attribute ``address``: where peers find it, ``host:port``; empty where it only receives.
     """
 
     holds = True
+    streams: ClassVar[bool] = False
 
     class Options(HandOffOptions):
-        """As a subclass has them."""
+        """As a subclass has them: ``StagedOptions``, where its library may write late."""
 
     def __init__(self, options: Any = None) -> None:
         super().__init__(options)
@@ -59,37 +66,53 @@ class HandOffConnector(Connector):
         self._tally = Tally()
         self._events: deque[TransferEvent] = deque()
         self._errands: dict[str, Errand] = {}
-        self._claims: dict[str, tuple[str, Claim]] = {}  # request -> its look-up, and what that found
+        self._claims = Claims()
         self._server: Server | None = None
         self._desk: Desk | None = None
+        self._road: Road | None = None
+        self._transport = self.transport_factory()
+
+    def transport_factory(self) -> Transport | None:
+        """The library that moves the bytes; ``None``: none, they are streamed. Called once, at construction.
+
+        Raises ``ConfigError`` with an install hint where the library is missing.
+        """
+        return None
 
     def start(self, context: Context) -> None:
         """Nothing is opened before ``register``."""
         self._model, self._page_size = context.model, context.limits.page_size
 
     def register(self, layout: KVLayout) -> None:
-        """Listen. Raises ``ConfigError`` where that cannot be done."""
+        """Listen. Raises ``ConfigError`` where that cannot be done, or the library cannot work with this memory."""
         self._layout = layout
-        chosen, identity, rows = self.options, self._identity(), Rows(layout)
-        wait, token = min(chosen.linger, chosen.patience / 4), chosen.token.get_secret_value()
+        chosen, rows, token = self.options, Rows(layout), self.options.token.get_secret_value()
+        self._road = road = Road(
+            self.name, self._transport, rows, receives=self.loads, users=THREADS, stall=self._stall,
+            staging=getattr(chosen, "staging", ""), streams=self.streams, checked=chosen.checksum,
+        )  # fmt: skip
+        identity = self._identity()
         self._desk = Desk(
-            self.name, Peers(identity, token, self._stall), rows, self._page_size, wait, chosen.checksum, self._tally,
-            self._events.append, self._claimed, self._hold, self._let_go,
+            self.name, Peers(identity, token, self._stall, road.left), road.movers, self._page_size, self._stall,
+            self._tally, self._events.append, self._claims.use, self._claims.keep, self._let_go,
         )  # fmt: skip
         if self.saves:
             self._server = Server(
-                chosen.host, chosen.port, identity, self._leases, rows,
-                token=token, stall=self._stall, longest=chosen.lease_seconds,
+                chosen.host, chosen.port, identity, self._leases, rows, token=token, stall=self._stall,
+                longest=chosen.lease_seconds, pusher=road.pusher(self._leases),
             )  # fmt: skip
             self.address = self._server.address
 
     def describe(self) -> dict[str, str]:
-        """Where peers find it, and who it is."""
-        return {"address": self.address, "role": self.options.role, "incarnation": self.incarnation}
+        """Where peers find it, who it is, and how its pages travel."""
+        return {
+            "address": self.address, "role": self.options.role, "incarnation": self.incarnation,
+            "mover": self._road.movers.style if self._road is not None else "",
+        }  # fmt: skip
 
     def stats(self) -> dict[str, int | float]:
         """Leases and pages of both sides."""
-        server = self._server
+        server, road = self._server, self._road
         return {
             "leases": len(self._leases),
             "leased_pages": self._leases.pages,
@@ -99,11 +122,15 @@ class HandOffConnector(Connector):
             "pages_given": server.given if server is not None else 0,
             "pages_taken": self._tally.taken,
             "errands_failed": self._tally.broken,
+            "detours": road.movers.detours if road is not None else 0,
+            "slots_in_limbo": road.slots_in_limbo if road is not None else 0,
         }
 
     def weights_changed(self, model: ModelInfo) -> None:
-        """Peers with the old weights are refused from now on; those with the new ones are asked anew."""
+        """Leases end: what the old ones computed is of no use to anybody. Peers with the old weights are refused from
+        now on; those with the new ones are asked anew."""
         self._model = model
+        self._leases.void()
         if self._desk is not None:
             self._desk.peers.rename(self._identity())
         if self._server is not None:
@@ -116,11 +143,11 @@ class HandOffConnector(Connector):
             if wish.kind == "cancel":
                 self._cancel(wish)
             elif (reason := _unfit(wish)) is not None:
-                self._events.append(TransferEvent(wish.id, "failed", reason=reason))
-            elif wish.kind == "push":
-                self._push(wish)
+                self._fail(wish, reason)
             else:
-                self._ask(wish)
+                self._begin(wish)
+        for claim in self._claims.due(time.monotonic()):
+            self._workers.add(Renew(self._at(), claim))
         self._events.extend(TransferEvent(name, "done") for name in self._leases.collect())
         told = []
         while self._events:
@@ -139,41 +166,69 @@ class HandOffConnector(Connector):
         self._workers.close()
         if self._desk is not None:
             self._desk.peers.close()
+        if self._road is not None:
+            self._road.close()
 
     # ---- inside
 
     def _identity(self) -> Identity:
+        assert self._road is not None
         return Identity(
-            name=self.options.engine or f"engine {os.getpid()}", incarnation=self.incarnation,
-            connector=self.name, lease=self.options.lease_seconds,
+            name=self.options.engine or f"engine {os.getpid()}", incarnation=self.incarnation, connector=self.name,
             layout=self._layout.digest, page_bytes=self._layout.page_bytes, page_size=self._page_size,
-            model=self._model.name, fingerprint=self._model.fingerprint,
+            model=self._model.name, fingerprint=self._model.fingerprint, lease=self.options.lease_seconds,
+            **self._road.told(),
         )  # fmt: skip
 
-    def _push(self, wish: Transfer) -> None:
-        if self.saves and (self.options.lease == "all" or wish.hints.get(ROLE) == PREFILL):
-            self._leases.add(wish)
-        else:
-            self._events.append(TransferEvent(wish.id, "done"))
+    def _at(self) -> Desk:
+        assert self._desk is not None
+        return self._desk
 
-    def _ask(self, wish: Transfer) -> None:
-        """Send somebody to the peer that the request names."""
-        address = wish.hints.get(FROM)
-        if address is None and wish.kind == "probe":
-            self._events.append(TransferEvent(wish.id, "found"))
-        elif (reason := self._forbidden(address)) is not None:
-            self._events.append(TransferEvent(wish.id, "failed", failed_pages=wish.pages, reason=reason))
-        else:
-            assert self._desk is not None
-            assert isinstance(address, str)
-            kind = LookUp if wish.kind == "probe" else Fetch
-            errand = self._errands[wish.id] = kind(self._desk, address, wish)
-            self._workers.add(errand)
+    def _fail(self, wish: Transfer, reason: str) -> None:
+        self._events.append(TransferEvent(wish.id, "failed", failed_pages=wish.pages, reason=reason))
 
-    def _forbidden(self, address: object) -> str | None:
+    def _begin(self, wish: Transfer) -> None:
+        """Lease what is handed on; send somebody to the peer that the request names."""
+        try:
+            hints = read_hints(wish.hints)
+        except BadHint as error:
+            self._fail(wish, str(error))
+            return
+        if wish.kind == "push":
+            if self.saves and (self.options.lease == "all" or hints.leases(self.name)):
+                self._leases.add(wish)
+            else:
+                self._events.append(TransferEvent(wish.id, "done"))
+        elif not hints.fetches(self.name):
+            if wish.kind == "probe":
+                self._events.append(TransferEvent(wish.id, "found"))
+            else:
+                self._fail(wish, f"{FROM} names no peer of connector {self.name}")
+        elif (reason := self._forbidden(hints.address)) is not None:
+            self._fail(wish, reason)
+        else:
+            self._ask(wish, hints)
+
+    def _ask(self, wish: Transfer, hints: Hints) -> None:
+        desk, now = self._at(), time.monotonic()
+        if wish.kind == "probe" and hints.expected:
+            self._claims.expect(wish, hints.address, now + NEARLY * self.patience)
+            self._events.append(TransferEvent(wish.id, "found", tokens=len(wish.keys) * self._page_size))
+            return
+        errand: Errand
+        if wish.kind == "probe":
+            linger = min(self.options.linger, self.patience / 4)
+            wait = linger if hints.wait is None else min(hints.wait, NEARLY * self.patience)
+            errand = LookUp(desk, hints.address, wish, wait)
+        elif (until := self._claims.expected(wish.request_id)) is not None:
+            errand = Follow(desk, hints.address, wish, until)
+        else:
+            errand = Fetch(desk, hints.address, wish)
+        self._errands[wish.id] = errand
+        self._workers.add(errand)
+
+    def _forbidden(self, address: str) -> str | None:
         """Why an address is not asked; ``None``: it is."""
-        if not isinstance(address, str) or not address.rpartition(":")[2].isdecimal():
-            return f"{FROM} is {address!r}: host:port is expected"
         host = address.rpartition(":")[0].strip("[]")
         if host in self.options.peers or "*" in self.options.peers:
             return None
@@ -185,19 +240,14 @@ class HandOffConnector(Connector):
             errand.cancel()
             if self._workers.withdraw(lambda job: job is errand):
                 errand.ended("cancelled")
-        probe, _ = self._claims.get(wish.request_id, ("", None))
-        if probe == wish.of and (claim := self._claimed(wish.request_id)) is not None:
-            self._let_go(claim)
-
-    def _hold(self, wish: Transfer, claim: Claim) -> None:
-        self._claims[wish.request_id] = wish.id, claim
-
-    def _claimed(self, request_id: str) -> Claim | None:
-        return self._claims.pop(request_id, ("", None))[1]
+        left = self._claims.decline(wish)
+        if isinstance(left, Claim):
+            self._let_go(left)
+        elif left is not None:
+            self._workers.add(Decline(self._at(), *left))
 
     def _let_go(self, claim: Claim) -> None:
-        assert self._desk is not None
-        self._workers.add(LetGo(self._desk, claim))
+        self._workers.add(LetGo(self._at(), claim))
 
 
 def _unfit(wish: Transfer) -> str | None:

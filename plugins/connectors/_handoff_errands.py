@@ -1,18 +1,20 @@
-"""What the receiver does at a peer, each in a worker's thread: look up, fetch, let go."""
+"""What the receiver does at a peer, each in a worker's thread: look up, fetch, keep, let go."""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from engine.core.plan import Transfer, TransferEvent
 from engine.plugins.connectors import _handoff_questions as ask
 from engine.plugins.connectors._handoff_identity import Identity
+from engine.plugins.connectors._handoff_movers import Load, Movers
 from engine.plugins.connectors._handoff_peers import Claim, Peers
-from engine.plugins.connectors._handoff_rows import Rows
 from engine.plugins.connectors._handoff_wire import LeaseEnded, Line, LineError
 
 log = logging.getLogger(__name__)
@@ -33,29 +35,36 @@ class Desk:
 
     Args:
         name: the connector's, for messages.
+        stall: seconds without a byte after which a peer is given up.
         tell: told how an errand ended; from any thread.
         hold: told of a claim that a look-up found, with its transfer.
         claimed: the claim that a request's look-up found, to be used up.
         let_go: has a claim released that nobody will use.
-        wait: seconds that a peer may wait for pages which it is still computing.
-        checked: whether bytes are compared with their checksums.
     """
 
     name: str
     peers: Peers
-    rows: Rows
+    movers: Movers
     page_size: int
-    wait: float
-    checked: bool
+    stall: float
     tally: Tally
     tell: Callable[[TransferEvent], None]
     claimed: Callable[[str], Claim | None]
     hold: Callable[[Transfer, Claim], None]
     let_go: Callable[[Claim], None]
 
+    def breath(self, peer: Identity, left: float) -> float:
+        """How long one question may have the peer wait, so that neither the line nor the lease ends meanwhile."""
+        return max(0.0, min(left, self.stall / 2, peer.lease / 3))
+
 
 class Errand(ABC):
-    """One of them. ``cancel`` ends it from another thread: it stops writing, and only then tells that it ended."""
+    """One of them. ``cancel`` ends it from another thread: it stops writing, and only then tells that it ended.
+
+    Class attribute ``at_once``: it is done also while the peer is left alone because it failed.
+    """
+
+    at_once: ClassVar[bool] = False
 
     def __init__(self, desk: Desk, address: str) -> None:
         self.desk, self.address = desk, address
@@ -89,7 +98,7 @@ class Errand(ABC):
 
     def _run(self) -> str:
         peers, address = self.desk.peers, self.address
-        trouble = "cancelled" if self.cancelled else peers.trouble(address)
+        trouble = "cancelled" if self.cancelled else "" if self.at_once else peers.trouble(address)
         if trouble:
             return f"peer {address}: {trouble}"
         try:
@@ -98,8 +107,8 @@ class Errand(ABC):
             try:
                 self.talk(line, peer)
                 well = True
-            except LeaseEnded:
-                well = True
+            except LineError as error:
+                well = error.well
                 raise
             finally:
                 well = self._leave() and well
@@ -109,7 +118,7 @@ class Errand(ABC):
                     line.close()
         except LineError as error:
             self.desk.tally.broken += 1
-            if not (self.cancelled or isinstance(error, LeaseEnded)):
+            if not (self.cancelled or self.at_once or isinstance(error, LeaseEnded)):
                 peers.failed(address, error)
             return f"peer {address}: {'cancelled' if self.cancelled else error}"
         return ""
@@ -128,19 +137,32 @@ class Errand(ABC):
 
 
 class LookUp(Errand):
-    """How many pages does the peer have? Claims them."""
+    """How many pages does the peer have? Claims them.
 
-    def __init__(self, desk: Desk, address: str, wish: Transfer) -> None:
+    Args:
+        wait: seconds that the peer may wait for pages which it is still computing.
+    """
+
+    def __init__(self, desk: Desk, address: str, wish: Transfer, wait: float) -> None:
         super().__init__(desk, address)
         self.wish = wish
         self._count = 0
+        self._until = time.monotonic() + wait
 
     def talk(self, line: Line, peer: Identity) -> None:
-        """Ask, and keep the claim."""
-        number, self._count = ask.find(line, self.wish.keys, self.desk.wait)
+        """Ask until all is there or the time is over, and keep the claim."""
+        keys, number = self.wish.keys, 0
+        while True:
+            left = self._until - time.monotonic()
+            before = number
+            number, self._count = ask.find(line, keys, self.desk.breath(peer, left), claim=before)
+            if before and number != before:
+                self.desk.let_go(Claim(self.address, peer.incarnation, before, peer.lease))
+            if self._count == len(keys) or left <= 0 or self.cancelled:
+                break
         if not self._count:
             return
-        claim = Claim(self.address, peer.incarnation, number)
+        claim = Claim(self.address, peer.incarnation, number, peer.lease)
         if self.cancelled:
             self.desk.let_go(claim)
         else:
@@ -160,45 +182,92 @@ class Fetch(Errand):
     def __init__(self, desk: Desk, address: str, wish: Transfer) -> None:
         super().__init__(desk, address)
         self.wish = wish
-        self._good = 0
+        self.good = 0
 
     def talk(self, line: Line, peer: Identity) -> None:
         """Read, and release.
 
         The sender ends no lease while it sends, so pages that came whole are right, whatever the answer to the release.
         """
-        wish, desk = self.wish, self.desk
-        claim = desk.claimed(wish.request_id)
+        claim = self.desk.claimed(self.wish.request_id)
         if claim is None:
-            number, _ = ask.find(line, wish.keys, 0)
-            claim = Claim(self.address, peer.incarnation, number)
+            number, _ = ask.find(line, self.wish.keys)
+            claim = Claim(self.address, peer.incarnation, number, peer.lease)
         elif claim.incarnation != peer.incarnation:
             raise LeaseEnded("the peer was started anew")
         try:
-            ask.read(line, claim.number, wish.keys, wish.pages, desk.rows, self._counted, checked=desk.checked)
+            self.bring(line, peer, claim.number, len(self.wish.keys))
         except LineError as error:
-            if self.cancelled or isinstance(error, LeaseEnded):
-                desk.let_go(claim)
+            if self.cancelled or error.well:
+                self.desk.let_go(claim)
             raise
         if not ask.release(line, claim.number):
-            desk.tally.late += 1
+            self.desk.tally.late += 1
+
+    def bring(self, line: Line, peer: Identity, claim: int, upto: int) -> None:
+        """Fill the pages from the first that is not there up to ``upto``. Raises ``LineError``."""
+        first, wish = self.good, self.wish
+        if first < upto:
+            self.desk.movers.move(
+                Load(line, peer, claim, wish.keys[first:upto], wish.pages[first:upto],
+                     lambda count: self._counted(first + count), lambda: self.cancelled)
+            )  # fmt: skip
 
     def ended(self, reason: str) -> None:
         """Done where all is there, whatever was said afterwards."""
         wish = self.wish
-        if self._good == len(wish.pages) and not self.cancelled:
+        if self.good == len(wish.pages) and not self.cancelled:
             self.desk.tell(TransferEvent(wish.id, "done"))
         else:
-            failed = wish.pages[self._good :]
+            failed = wish.pages[self.good :]
             self.desk.tell(TransferEvent(wish.id, "failed", failed_pages=failed, reason=reason or "cancelled"))
 
     def _counted(self, good: int) -> None:
-        self.desk.tally.taken += good - self._good
-        self._good = good
+        self.desk.tally.taken += good - self.good
+        self.good = good
+
+
+class Follow(Fetch):
+    """Fill pages while the peer computes them, as they come. What has not come by ``until`` is left out."""
+
+    def __init__(self, desk: Desk, address: str, wish: Transfer, until: float) -> None:
+        super().__init__(desk, address, wish)
+        self._until = until
+        self._claims: list[int] = []
+
+    def talk(self, line: Line, peer: Identity) -> None:
+        """Ask for more than there is, read that, and so on; let go of everything at the end."""
+        keys, desk = self.wish.keys, self.desk
+        try:
+            while self.good < len(keys):
+                self._more(line, peer)
+        except LineError as error:
+            if self.cancelled or error.well:
+                for number in self._claims:
+                    desk.let_go(Claim(self.address, peer.incarnation, number, peer.lease))
+            raise
+        for number in self._claims:
+            ask.release(line, number)
+
+    def _more(self, line: Line, peer: Identity) -> None:
+        keys, claims = self.wish.keys, self._claims
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise LeaseEnded(f"the peer had {self.good} of {len(keys)} pages in time")
+        breath = self.desk.breath(peer, left)
+        number, count = ask.find(line, keys, breath, enough=self.good + 1, claim=claims[-1] if claims else 0)
+        if number and number not in claims:
+            claims.append(number)
+        try:
+            self.bring(line, peer, number, count)
+        except LeaseEnded as error:  # it ended in between: there may be another
+            log.debug("connector %s: request %s: %s", self.desk.name, self.wish.request_id, error)
 
 
 class LetGo(Errand):
-    """The claim is not needed. Nobody waits for this; where it fails, the lease expires."""
+    """A claim is not needed, or what there is under some keys. Nobody waits for this; where it fails, leases expire."""
+
+    at_once = True
 
     def __init__(self, desk: Desk, claim: Claim) -> None:
         super().__init__(desk, claim.address)
@@ -211,3 +280,30 @@ class LetGo(Errand):
 
     def ended(self, reason: str) -> None:
         """Nobody is told."""
+
+
+class Renew(LetGo):
+    """A claim is needed longer than its lease: its request waits. Where it fails, the fetch finds it out."""
+
+    at_once = False
+
+    def talk(self, line: Line, peer: Identity) -> None:
+        """Renew it."""
+        if peer.incarnation == self._claim.incarnation:
+            ask.renew(line, self._claim.number)
+
+
+class Decline(LetGo):
+    """What a peer was expected to compute for a request is not needed after all."""
+
+    at_once = True
+
+    def __init__(self, desk: Desk, address: str, keys: tuple[bytes, ...]) -> None:
+        super().__init__(desk, Claim(address, "", 0, 0.0))
+        self._keys = keys
+
+    def talk(self, line: Line, peer: Identity) -> None:
+        """Claim what there is, and release it."""
+        number, count = ask.find(line, self._keys)
+        if count:
+            ask.release(line, number)

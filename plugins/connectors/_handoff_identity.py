@@ -66,6 +66,7 @@ class Identity:
         if not (
             all(_fits(value, int if name in numbers else str) for name, value in values.items() if name != "lease")
             and _fits(values["lease"], int | float)
+            and values["lease"] > 0
             and isinstance(regions, list)
             and all(_numbers(region, 3) for region in regions)
             and _numbers(staging, 2)

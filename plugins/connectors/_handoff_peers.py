@@ -32,11 +32,12 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Pages that a peer holds for us."""
+    """Pages that a peer holds for us. ``lease``: seconds that it does so without hearing from us."""
 
     address: str
     incarnation: str
     number: int
+    lease: float
 
 
 class Peers:
@@ -46,10 +47,13 @@ class Peers:
         identity: what they are told of this engine.
         token: what they must know; empty: nothing.
         stall: seconds without a byte after which a peer is given up.
+        left: told of incarnations that are not known any more, and whether another one has taken their place.
     """
 
-    def __init__(self, identity: Identity, token: str, stall: float) -> None:
-        self._identity, self._token, self._stall = identity, token, stall
+    def __init__(
+        self, identity: Identity, token: str, stall: float, left: Callable[[str, bool], None] = lambda *_: None
+    ) -> None:
+        self._identity, self._token, self._stall, self._left = identity, token, stall, left
         self._lock = threading.Lock()
         self._peers: OrderedDict[str, Peer] = OrderedDict()
 
@@ -74,6 +78,7 @@ class Peers:
             peer.ask_again = time.monotonic() + pause
             peer.trouble = str(error)
             self._forget(peer)
+        self._thin_out()
 
     def take(self, address: str, using: Callable[[Line], None]) -> tuple[Line, Identity]:
         """A connection to nobody else's use, and who the peer is. Raises ``LineError``.
@@ -98,10 +103,14 @@ class Peers:
             raise
         with self._lock:
             peer = self._peer(address)
-            if peer.identity != identity:
+            before = peer.identity
+            if before != identity:
                 self._forget(peer)
                 peer.identity = identity
             peer.failures = 0
+        if before is not None and before.incarnation != identity.incarnation:
+            self._left(before.incarnation, True)
+        self._thin_out()
         return line, identity
 
     def give(self, address: str, line: Line, identity: Identity) -> None:
@@ -117,7 +126,9 @@ class Peers:
         """Be somebody else from now on. Mutates."""
         with self._lock:
             self._identity = identity
-        self.close()
+            for peer in self._peers.values():
+                self._forget(peer)
+                peer.failures = 0
 
     def close(self) -> None:
         """Close what is idle, and forget everybody. Mutates."""
@@ -131,9 +142,16 @@ class Peers:
     def _peer(self, address: str) -> Peer:
         peer = self._peers.setdefault(address, Peer())
         self._peers.move_to_end(address)
-        while len(self._peers) > KNOWN:
-            self._forget(self._peers.popitem(last=False)[1])
         return peer
+
+    def _thin_out(self) -> None:
+        """Forget those that were not asked for longest, if there are too many."""
+        with self._lock:
+            crowd = [self._peers.popitem(last=False)[1] for _ in range(len(self._peers) - KNOWN)]
+        for peer in crowd:
+            self._forget(peer)
+            if peer.identity is not None:
+                self._left(peer.identity.incarnation, False)
 
     @staticmethod
     def _forget(peer: Peer) -> None:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Any
+from typing import Any, ClassVar
 
 PROTOCOL = 2
 HEAD = struct.Struct(">2sBII")  # mark, kind, question, bytes that follow
@@ -24,12 +24,15 @@ PIECES = 512  # most rows of KV memory in one system call (the kernel takes 1024
 SHORT = 1 << 17  # most bytes of a message from somebody who has not said hello
 LONG = 1 << 26  # most bytes of any other
 
-PREFIX = struct.Struct(">I")  # milliseconds to wait for what is missing; then keys
+PREFIX = struct.Struct(">QII")  # claim or 0, pages that are enough, milliseconds to wait for them; then keys
 FOUND = struct.Struct(">QI")  # claim, pages
-CLAIM = struct.Struct(">Q")  # of RENEW and RELEASE
+CLAIM = struct.Struct(">Q")  # of RENEW, RELEASE and PLACES (there with keys); the number of a WANT, of REVOKE
 READ = struct.Struct(">Q?")  # claim, whether to send checksums; then keys
 GIVING = struct.Struct(">I")  # pages that follow
 PAGES = struct.Struct(">III")  # number of the first, how many, checksum of their bytes or 0; then the bytes
+WANT = struct.Struct(">QQQ?")  # number, claim, offset in the staging area, whether to say a checksum; then keys
+DONE = struct.Struct(">II")  # pages that were written, checksum of their bytes or 0
+FAILED = struct.Struct(">?")  # whether nothing is written any more; then words
 
 
 class Kind(IntEnum):
@@ -49,10 +52,22 @@ class Kind(IntEnum):
     RELEASE = 12  # client: I do not need them any more
     HELD = 13  # server: they were there until now
     EXPIRED = 14  # server: the lease had ended
+    PLACES = 15  # client: where do these pages lie?
+    PLACED = 16  # server: their numbers
+    WANT = 17  # client: write them here
+    BUSY = 18  # server: I am at it; any number of them before an answer
+    DONE = 19  # server: they are written
+    FAILED = 20  # server: they are not, and why
+    REVOKE = 21  # client: is what I wanted still being written? If it is not begun, do not begin. HELD: yes
 
 
 class LineError(Exception):
-    """The other side is gone, silent, or does not speak the protocol."""
+    """The other side is gone, silent, or does not speak the protocol.
+
+    Class attribute ``well``: the line is as it was, and may be used for the next question.
+    """
+
+    well: ClassVar[bool] = False
 
 
 class Refused(LineError):
@@ -61,6 +76,8 @@ class Refused(LineError):
 
 class LeaseEnded(LineError):
     """The peer is well, but does not have the pages any more."""
+
+    well = True
 
 
 def parsed(body: bytes) -> dict[str, Any]:
@@ -145,6 +162,8 @@ class Line:
     def answer_head(self) -> tuple[Kind, int]:
         """Kind and length of an answer whose body is still to be taken. Raises ``LineError``."""
         kind, question, length = self._head(LONG)
+        while kind is Kind.BUSY and question == self.question and not length:
+            kind, question, length = self._head(LONG)
         if question != self.question:
             raise LineError(f"it answers question {question} and not {self.question}")
         return kind, length

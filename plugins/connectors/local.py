@@ -13,6 +13,7 @@ class LocalConnector(HandOffConnector):
     """Hands KV from engine to engine. Needs no library and no third process."""
 
     name = "local"
+    streams = True
 
     class Options(HandOffOptions):
         """Those that every hand-off has."""
