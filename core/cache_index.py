@@ -114,8 +114,11 @@ class CacheSubscriber:
         self._events.connect(events)
         self._asking: zmq.Socket[bytes] | None = None
 
-    def poll(self, seconds: float) -> bool:
+    def poll(self, seconds: float, upto: int | None = None) -> bool:
         """Wait up to so many seconds for a message and take it in. False where none came. Mutates the index.
+
+        Args:
+            upto: take no event of this number or a later one: of the rest of the message nothing is kept.
 
         Raises:
             EngineError: events are missing, and nobody answers.
@@ -125,14 +128,14 @@ class CacheSubscriber:
         if not self._events.poll(int(seconds * 1000)):
             return False
         *_, data = self._events.recv_multipart()
-        self.take(msgspec.msgpack.decode(data, type=CacheBatch))
+        self.take(msgspec.msgpack.decode(data, type=CacheBatch), upto)
         return True
 
-    def take(self, batch: CacheBatch) -> None:
+    def take(self, batch: CacheBatch, upto: int | None = None) -> None:
         """Take in a batch, and ask for what is missing before it. Mutates the index."""
-        need = self.index.apply(batch)
+        need = self.index.apply(batch, upto)
         if need == "replay":
-            self._catch_up(batch.end)
+            self._catch_up(batch.end, upto)
         elif need == "snapshot":
             self._start_anew()
 
@@ -148,13 +151,14 @@ class CacheSubscriber:
     ) -> None:
         self.close()
 
-    def _catch_up(self, end: int) -> None:
+    def _catch_up(self, end: int, upto: int | None) -> None:
         self.replays += 1
+        end = end if upto is None else min(end, upto)
         try:
             while self.index.sequence < end:
                 number = self.index.sequence.to_bytes(8, "big")
                 answer = self._ask(b"replay", (self.index.epoch or "").encode(), number)
-                if self.index.apply(msgspec.msgpack.decode(answer, type=CacheBatch)) != "nothing":
+                if self.index.apply(msgspec.msgpack.decode(answer, type=CacheBatch), upto) != "nothing":
                     break
         except TooOld:
             self._start_anew()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +96,7 @@ class CacheReader:
         answer = await self._ask(b"replay", (epoch or "").encode(), sequence.to_bytes(8, "big"))
         return msgspec.msgpack.decode(answer, type=CacheBatch)
 
-    async def follow(self, first: CacheBatch) -> AsyncIterator[CacheBatch]:
+    async def follow(self, first: CacheBatch) -> AsyncGenerator[CacheBatch, None]:
         """Batches in order and without a gap: ``first``, then all that come; now and then one without events.
 
         Raises:
