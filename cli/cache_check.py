@@ -9,7 +9,8 @@ from typing import Any
 
 from engine.cli._http import HTTPRefused, Server
 from engine.core.cache_events import CacheBatch, CacheSnapshot, from_plain
-from engine.core.cache_index import CacheIndex, CacheSubscriber
+from engine.core.cache_index import CacheIndex
+from engine.core.cache_subscriber import CacheSubscriber
 from engine.core.errors import EngineError
 
 TRIES = 3  # an epoch may end between the last event and the dump

@@ -12,7 +12,7 @@ import zmq.asyncio
 
 from engine.core.cache_desk import OFF
 from engine.core.cache_events import CacheBatch, CacheSnapshot
-from engine.core.cache_index import content_of
+from engine.core.cache_subscriber import content_of
 from engine.core.errors import ConfigError, EngineDead, EngineError
 
 if TYPE_CHECKING:

@@ -35,6 +35,9 @@ class FlushRequest(msgspec.Struct, forbid_unknown_fields=True):
     tiers: bool = False
 
 
+BODIES: dict[str, type[msgspec.Struct]] = {"/v1/cache/explain": ExplainRequest, "/v1/cache/flush": FlushRequest}
+
+
 class CacheRoutes:
     """What can be asked of one engine's cache over HTTP.
 

@@ -21,7 +21,8 @@ from engine.core.cache_events import (
     plain,
 )
 from engine.core.cache_feed import CacheFeed, next_port
-from engine.core.cache_index import CacheIndex, CacheSubscriber
+from engine.core.cache_index import CacheIndex
+from engine.core.cache_subscriber import CacheSubscriber
 from engine.core.identity import namespace_digest, page_digests
 from engine.core.request import pack
 from engine.testing import ScriptedModel, ShadowExecutor, make_core
