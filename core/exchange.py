@@ -76,12 +76,17 @@ class Exchange:
         self._pace = Pace()
         self.evicted = 0
 
+    @property
+    def connectors(self) -> list[Connector]:
+        """Those that load or save, each once."""
+        return list(dict.fromkeys([*self._sources, *self._sinks]))
+
     def __len__(self) -> int:
         return len(self._book) + len(self._loads) + self._book.unsaid
 
     def register(self, executor: Executor) -> None:
         """Show the connectors where KV memory lies. Raises ``ConfigError`` where the executor has none to show."""
-        connectors = list(dict.fromkeys([*self._sources, *self._sinks]))
+        connectors = self.connectors
         layout = executor.kv_layout() if connectors else None
         for connector in connectors:
             if layout is None:
@@ -99,7 +104,7 @@ class Exchange:
         """The connectors' own numbers, and what was measured of them."""
         own = {
             f"connector_{self._core.hooks.name(one)}_{name}": value
-            for one in dict.fromkeys([*self._sources, *self._sinks])
+            for one in self.connectors
             for name, value in (*one.stats().items(), *self._pace.stats_of(one).items())
         }
         return {**own, **(self._pace.stats() if self._sources else {})}
@@ -241,8 +246,9 @@ class Exchange:
         tokens = request.tokens[: load.upto]
         stand_in = Request(
             id=f"{request.id}/{KV}", tokens=tokens, num_prompt=len(tokens), params=request.params,
-            max_total=len(tokens) + 1, namespace=request.namespace, adapter=request.adapter, priority=request.priority,
-            packed=request.packed_tokens(0, load.upto), state=State.PARKED, prefill_target=load.upto,
+            max_total=len(tokens) + 1, namespace=request.namespace, adapter=request.adapter, salt=request.salt,
+            priority=request.priority, packed=request.packed_tokens(0, load.upto), state=State.PARKED,
+            prefill_target=load.upto,
         )  # fmt: skip
         stand_in.pages = kv.adopt(stand_in, kv.match(stand_in))
         load.first = len(stand_in.pages)
