@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import logging
 import re
+import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -22,6 +23,7 @@ from engine.core.outputs import Chunk, Completion
 from engine.core.serve.client import Ask, AsyncEngine
 from engine.core.serve.streams import Gather, Group
 from engine.core.serve.text import encode
+from engine.plugins.frontends._about import about, health_of
 from engine.plugins.frontends._errors import HTTPError, as_http, failed
 from engine.plugins.frontends._metrics import Metrics
 from engine.plugins.frontends._openai_answers import Answers, ChatAnswers
@@ -62,6 +64,7 @@ class Routes:
         self._max_body = max_body_bytes
         self._patience = slow_reader_s
         self._created = int(time.time())
+        self._incarnation = secrets.token_hex(8)
 
     def app(self) -> FastAPI:
         """The ASGI application."""
@@ -71,6 +74,7 @@ class Routes:
             ("/v1/completions", "POST", self.completions, True),
             ("/v1/models", "GET", self.models, True),
             ("/v1/models/{name:path}", "GET", self.model, True),
+            ("/v1/engine", "GET", self.describe, True),
             ("/health", "GET", self.health, False),
             ("/metrics", "GET", self.scrape, False),
             ("/version", "GET", self.version, False),
@@ -101,11 +105,14 @@ class Routes:
         self._check_model(request.path_params["name"])
         return json_response(self._model_card())
 
+    async def describe(self, request: Request) -> Response:
+        """What this engine is, for whoever routes requests. Always 200."""
+        return json_response(about(self.engine, self.name, self._incarnation))
+
     async def health(self, request: Request) -> Response:
         """200 while the engine lives and gets on, else 503 with the cause."""
-        health = self.engine.health()
-        body = {"status": "ok" if health.ok else "dead", "cause": health.cause, "open_requests": health.open_requests}
-        return json_response(body, 200 if health.ok else 503)
+        body = health_of(self.engine)
+        return json_response(body, 200 if body["status"] == "ok" else 503)
 
     async def scrape(self, request: Request) -> Response:
         """Prometheus metrics. Never fails because of the engine."""
