@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import re
 import secrets
@@ -29,7 +28,7 @@ from engine.plugins.frontends._metrics import Metrics
 from engine.plugins.frontends._openai_answers import Answers, ChatAnswers
 from engine.plugins.frontends._openai_docs import describe_bodies
 from engine.plugins.frontends._openai_schema import ChatRequest, CompletionRequest, Sampling
-from engine.plugins.frontends._wire import ClientGone, EventStream, json_response, read_body, until_gone
+from engine.plugins.frontends._wire import ClientGone, EventStream, authorize, json_response, read_body, until_gone
 
 log = logging.getLogger(__name__)
 
@@ -232,7 +231,7 @@ class Routes:
         async def endpoint(request: Request) -> Response:
             try:
                 if guarded:
-                    self._authorize(request)
+                    authorize(request, self._key)
                 return await handler(request)
             except ClientGone:
                 return Response(status_code=CLIENT_CLOSED)
@@ -259,17 +258,6 @@ class Routes:
         code = "method_not_allowed" if error.status_code == 405 else "not_found"
         words = f"{error.detail}: {request.method} {request.url.path}"
         return self._refusal(request, HTTPError(error.status_code, words, code=code, headers=dict(error.headers or {})))
-
-    def _authorize(self, request: Request) -> None:
-        if self._key is None:
-            return
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self._key.encode()):
-            return
-        words = "the API key is wrong" if given else "an API key is required: Authorization: Bearer KEY"
-        raise HTTPError(
-            401, words, "authentication_error", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
-        )
 
     def _check_model(self, name: str) -> None:
         if name not in self._names:
