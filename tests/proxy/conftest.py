@@ -44,6 +44,7 @@ class Engine:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.role, self.step_ms = role, step_ms
+        self.served: Served | None = None
         self.url = f"http://127.0.0.1:{self.port}"
         self.http = httpx.Client(base_url=self.url, timeout=60, headers={"authorization": f"Bearer {KEY}"})
 
@@ -65,7 +66,7 @@ class Engine:
 
     @property
     def alive(self) -> bool:
-        return self.served.process.poll() is None
+        return self.served is not None and self.served.process.poll() is None
 
     def kill(self) -> None:
         """kill -9, and nothing is left."""
@@ -86,7 +87,8 @@ class Engine:
 
     def close(self) -> None:
         self.http.close()
-        self.served.close()
+        if self.alive:
+            self.served.close()
 
 
 class Proxy:
