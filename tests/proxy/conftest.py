@@ -39,11 +39,11 @@ class Engine:
 
     key = KEY
 
-    def __init__(self, role: str, step_ms: float = 5.0) -> None:
+    def __init__(self, role: str, **fields) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        self.role, self.step_ms = role, step_ms
+        self.role, self.fields = role, fields
         self.served: Served | None = None
         self.url = f"http://127.0.0.1:{self.port}"
         self.http = httpx.Client(base_url=self.url, timeout=60, headers={"authorization": f"Bearer {KEY}"})
@@ -52,10 +52,11 @@ class Engine:
         """Start it; with options of the executor and fields of the configuration that may differ each time."""
         connector = {"name": "local", "lease_seconds": 2.0}
         engine = {
-            "executor": {"name": "sim", "step_ms": self.step_ms, **(executor or {})},
+            "executor": {"name": "sim", "step_ms": 5.0, **(executor or {})},
             "role": self.role,
             "connectors": [connector],
             "audit": True,
+            **self.fields,
             **fields,
         }
         self.served = Served(OpenAIFrontend, {}, engine=engine, api_key=KEY, port=self.port).listening()
@@ -160,8 +161,8 @@ def started():
     """Starts engines, all at once; ends them in the end."""
     engines = []
 
-    def start(*roles):
-        made = [Engine(role) for role in roles]
+    def start(*roles, **fields):
+        made = [Engine(role, **fields) for role in roles]
         engines.extend(made)
         with ThreadPoolExecutor(len(made)) as pool:
             return list(pool.map(Engine.start, made))

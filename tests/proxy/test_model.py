@@ -11,7 +11,7 @@ from engine.core.config import DEFAULT_MODEL
 
 pytestmark = pytest.mark.model
 STYLES = ("vllm", "sglang")
-RULES = "You are a guide in a museum of old clocks. You are brief, you are kind, and you never invent anything. " * 3
+RULES = "You are a guide in a museum of old clocks. You are brief, you are kind, and you never invent anything. "
 QUESTIONS = (
     "What is a pendulum?", "Who made the first watch?", "How long is an hour?", "Why does it tick?",
     "What is brass?", "Name three clocks.",
@@ -20,7 +20,7 @@ QUESTIONS = (
 
 @pytest.fixture(scope="module")
 def engines(started):
-    return started("prefill", "decode", executor={"name": "torch", "step_ms": None}, kv_memory="64MiB", audit=False)
+    return started("prefill", "decode", executor="torch", kv_memory="64MiB", audit=False)
 
 
 def conversation(style, question):
@@ -35,7 +35,7 @@ def test_a_dozen_prompts_have_the_text_of_one_engine(style, engines, proxied):
     proxy = proxied(prefill=[giver], decode=[taker], style=style)
 
     def ask(http, question):
-        body = {"messages": conversation(style, question), "max_tokens": 8, "temperature": 0}
+        body = {"messages": conversation(style, question), "max_tokens": 6, "temperature": 0}
         return http.post("/v1/chat/completions", json=body).raise_for_status().json()
 
     with ThreadPoolExecutor(3) as pool:
@@ -67,8 +67,8 @@ def test_openais_own_client(engines, proxied):
         completion = client.completions.create(model=DEFAULT_MODEL, prompt="The capital of France is", max_tokens=3)
         assert completion.usage.completion_tokens == 3
         with pytest.raises(openai.BadRequestError) as told:
-            client.completions.create(model=DEFAULT_MODEL, prompt="x", metadata={"kv_from": "h:1"})
+            client.chat.completions.create(**wish, metadata={"kv_from": "h:1"})
         assert told.value.param == "metadata.kv_from"
-    with openai.OpenAI(base_url=f"{proxy.url}/v1", api_key="wrong", max_retries=0) as client:
-        with pytest.raises(openai.AuthenticationError):
-            client.models.list()
+    wrong = openai.OpenAI(base_url=f"{proxy.url}/v1", api_key="wrong", max_retries=0)
+    with wrong, pytest.raises(openai.AuthenticationError):
+        wrong.models.list()
