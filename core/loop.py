@@ -11,6 +11,7 @@ from typing import Any
 from engine.core import answers, audit, recovery, weights
 from engine.core.arbiter import Arbiter
 from engine.core.capabilities import label
+from engine.core.composing import composed
 from engine.core.containment import ASK_SECONDS, Naming, started
 from engine.core.errors import EngineDead, ExecutionError, InvariantViolation, QueueFull
 from engine.core.exchange import KV, REST, Exchange
@@ -65,6 +66,7 @@ class EngineCore:
         self.counters = Counters()
         self.roster = Roster(limits, model, clock)
         self.pool = PagePool(limits.num_pages, limits.page_size)
+        connectors = composed(connectors)
         watch = RequestWatch(lambda: self.requests) if audit_every_step else None
         members = [scheduler, kv, *connectors, *policies]
         self.hooks = HookBus(members, pool=self.pool, watch=watch, ask_seconds=ask_seconds)

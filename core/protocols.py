@@ -144,6 +144,8 @@ class Connector(Plugin):
         min_tokens: fewer than so many tokens more than are cached here are not worth a transfer.
         saving_share: at most this part of the pool is fenced for what it saves; what is beyond is not handed to it.
         holds: what a probe finds is held for it elsewhere, so a ``cancel`` of the probe tells when it is not wanted.
+        notice: what a store calls, from any thread, with the keys that it keeps from now on or no longer keeps;
+            ``None`` where nobody listens. Set by the core, before ``register``.
     """
 
     loads: bool = False
@@ -152,12 +154,18 @@ class Connector(Plugin):
     min_tokens: int = 0
     saving_share: float = 0.25
     holds: bool = False
+    notice: Callable[[Literal["stored", "removed"], Sequence[bytes]], None] | None = None
 
     def register(self, layout: KVLayout) -> None:
         """Where KV memory lies. Called once, after ``start``, of a connector that loads or saves.
 
         The memory stays where it is until ``close``. Raise ``ConfigError`` where it cannot be worked with.
         """
+
+    def compose(self, others: Sequence[Connector]) -> Sequence[Connector]:
+        """Those of the other selected connectors that it drives itself: it starts and closes them, and the core knows
+        them no more. Called once, first of all. None by default. Raise ``ConfigError`` where they do not fit."""
+        return ()
 
     def describe(self) -> Mapping[str, Any]:
         """What others must know of it, e.g. where it listens: part of ``EngineCore.describe``. Called after

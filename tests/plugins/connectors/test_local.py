@@ -220,16 +220,16 @@ def test_a_port_that_is_taken_is_a_config_error(opened):
 
 @pytest.mark.parametrize("how", ["expires", "renewed", "released twice", "claimed by two"])
 def test_b27_a_lease_ends_once_and_in_time(how, opened):
-    from engine.plugins.connectors import _local_peers as wire
-    from engine.plugins.connectors._local_peers import Peers
+    from engine.plugins.connectors import _handoff_questions as wire
+    from engine.plugins.connectors._handoff_peers import Peers
 
     sender = opened(memory(), lease_seconds=1.0)
     start = time.monotonic()
     lease(sender, [key(0), key(1)], [0, 1])
     lease(sender, [key(2)], [2], name="q")
     peers = Peers(sender._identity(), "", 2.0)
-    line, incarnation = peers.take(sender.address, lambda line: None)
-    assert incarnation == sender.incarnation
+    line, peer = peers.take(sender.address, lambda line: None)
+    assert peer.incarnation == sender.incarnation
     claim, count = wire.find(line, [key(0), key(1), key(2)], 0)
     assert count == 3
     if how == "renewed":
@@ -309,9 +309,9 @@ def test_four_receivers_and_four_senders_at_once(opened):
 
 def test_a_reader_that_stalls_does_not_keep_a_lease_for_ever(opened):
     """It asks for more than the kernel buffers, and takes nothing."""
-    from engine.plugins.connectors import _local_peers as wire
-    from engine.plugins.connectors._local_peers import Peers
-    from engine.plugins.connectors._local_wire import READ, Kind
+    from engine.plugins.connectors import _handoff_questions as wire
+    from engine.plugins.connectors._handoff_peers import Peers
+    from engine.plugins.connectors._handoff_wire import READ, Kind
 
     sender = opened(memory(1000, (65536,)), lease_seconds=0.3, patience=1.0)
     lease(sender, map(key, range(1000)), range(1000))
