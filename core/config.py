@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -89,6 +89,9 @@ class EngineConfig(BaseModel):
     frontend: Selected = Field(Selection(name="openai"), description="what serves people")
     policies: SelectedMany = Field((), description="small plugins that answer one hook; the first is asked first")
     connectors: SelectedMany = Field((), description="what moves KV to other engines and tiers")
+    role: Literal["both", "prefill", "decode"] = Field(
+        "both", description="its part in a hand-off: compute prompts, go on with those of others, or both"
+    )
     page_size: int = Field(16, ge=1, le=1024, description="tokens a KV page")
     num_pages: int | None = Field(None, ge=1, description="KV pages in the pool (default: sized from kv_memory)")
     kv_memory: Size = Field("1GiB", description="memory for the KV pool, e.g. 512MiB, when num_pages is not given")
