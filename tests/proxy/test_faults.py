@@ -77,8 +77,7 @@ def test_answers_are_those_of_one_engine(style, scene, engines):
         assert [choice["text"] for choice in answer["choices"]] == [choice["text"] for choice in alone["choices"]]
     assert proxy.count("pairings", how="handed") == 6
     proxy.ended({"answered": 6})
-    if style == "vllm":
-        assert [cached(answer) for answer in answers] == [96] * 6
+    assert [cached(answer) for answer in answers] == [96] * 6
 
 
 def test_several_prompts_in_one_request(scene, engines):

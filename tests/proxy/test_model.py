@@ -44,8 +44,7 @@ def test_a_dozen_prompts_have_the_text_of_one_engine(style, engines, proxied):
         alone = ask(giver.http, question)
         assert answer["choices"][0]["message"]["content"] == alone["choices"][0]["message"]["content"] != ""
     assert proxy.count("pairings", how="handed") == len(QUESTIONS)
-    if style == "vllm":
-        assert all(answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0 for answer in answers)
+    assert all(answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0 for answer in answers)
     assert taker.metrics()["engine_loaded_tokens_total"] > 0
     for engine in engines:
         engine.idle()
