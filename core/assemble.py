@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from engine.core.capabilities import Report, label, report
 from engine.core.config import EngineConfig, Selection, parse_bytes
@@ -26,6 +26,9 @@ from engine.core.protocols import (
 from engine.core.registry import Found, Registry, build
 from engine.core.values import hidden
 
+if TYPE_CHECKING:
+    from engine.core.cache_feed import CacheFeed
+
 log = logging.getLogger(__name__)
 
 DEFAULT_PAGES_WITHOUT_KV = 4096
@@ -33,7 +36,11 @@ P = TypeVar("P", bound=Plugin)
 
 
 def assemble(
-    config: EngineConfig, registry: Registry | None = None, *, core: type[EngineCore] = EngineCore
+    config: EngineConfig,
+    registry: Registry | None = None,
+    *,
+    core: type[EngineCore] = EngineCore,
+    directory: str | None = None,
 ) -> EngineCore:
     """Build an engine core. Everything is selected and checked before the model is loaded.
 
@@ -41,6 +48,7 @@ def assemble(
 
     Args:
         core: the class to build, e.g. one that records what it decides.
+        directory: where private sockets lie, if there are any (default: a new one, removed at the end).
 
     Raises:
         ConfigError: limits or options that contradict each other.
@@ -48,12 +56,24 @@ def assemble(
         ModelError: the model cannot be found or read.
     """
     choice = Choice(config, registry or Registry())
+    feed = None
     try:
         choice.pick()
-        return _build(config, choice, core)
+        feed = _feed(config, directory)
+        return _build(config, choice, core, feed)
     except BaseException:
         choice.close()
+        if feed is not None:
+            feed.close()
         raise
+
+
+def _feed(config: EngineConfig, directory: str | None) -> CacheFeed | None:
+    if config.cache_events == "off":
+        return None
+    from engine.core.cache_feed import feed_of
+
+    return feed_of(config, directory)
 
 
 class Choice:
@@ -136,7 +156,7 @@ class Choice:
         self.chosen = []
 
 
-def _build(config: EngineConfig, choice: Choice, core: type[EngineCore]) -> EngineCore:
+def _build(config: EngineConfig, choice: Choice, core: type[EngineCore], feed: CacheFeed | None) -> EngineCore:
     executor = choice.executor
     model = choice.load()
     limits = size_limits(config, model, executor)
@@ -153,6 +173,7 @@ def _build(config: EngineConfig, choice: Choice, core: type[EngineCore]) -> Engi
         overlap=overlap,
         audit_every_step=config.audit,
         ask_seconds=config.ask_seconds,
+        cache_feed=feed,
         description={
             **_describe(choice.chosen, model, limits),
             "loop": "overlap" if overlap else "sync",

@@ -23,6 +23,7 @@ from engine.core.serve.client import Ask, AsyncEngine
 from engine.core.serve.streams import Gather, Group
 from engine.core.serve.text import encode
 from engine.plugins.frontends._about import about, health_of
+from engine.plugins.frontends._cache_routes import CacheRoutes
 from engine.plugins.frontends._errors import HTTPError, as_http, failed
 from engine.plugins.frontends._metrics import Metrics
 from engine.plugins.frontends._openai_answers import Answers, ChatAnswers
@@ -67,6 +68,7 @@ class Routes:
 
     def app(self) -> FastAPI:
         """The ASGI application."""
+        cache = CacheRoutes(self.engine, max_body_bytes=self._max_body, patience=self._patience, failure=self._failure)
         app = FastAPI(title="Sixhooks", version=version("sixhooks"), docs_url=None, redoc_url=None)
         for path, method, handler, guarded in (
             ("/v1/chat/completions", "POST", self.chat, True),
@@ -77,6 +79,7 @@ class Routes:
             ("/health", "GET", self.health, False),
             ("/metrics", "GET", self.scrape, False),
             ("/version", "GET", self.version, False),
+            *cache.routes(),
         ):
             app.add_api_route(
                 path, self._safely(handler, guarded), methods=[method], response_model=None, name=handler.__name__
