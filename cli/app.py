@@ -10,7 +10,19 @@ from typing import Annotated, Any
 
 import typer
 
-from engine.cli import cache, config, doctor, generate, plugin_check, plugin_new, plugin_show, plugins, replay, serve
+from engine.cli import (
+    cache,
+    config,
+    doctor,
+    generate,
+    plugin_check,
+    plugin_new,
+    plugin_show,
+    plugins,
+    proxy,
+    replay,
+    serve,
+)
 from engine.cli.flags import split_dotted
 from engine.cli.option_help import EngineCommand
 from engine.core.errors import EngineError
@@ -18,6 +30,7 @@ from engine.core.errors import EngineError
 EXIT_REFUSED = 2
 COMMANDS: dict[str, Callable[..., None]] = {
     "serve": serve.serve,
+    "proxy": proxy.proxy,
     "generate": generate.generate,
     "config": config.config,
     "doctor": doctor.doctor,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from engine.core.capabilities import Report, label, report
 from engine.core.config import EngineConfig, Selection, parse_bytes
 from engine.core.errors import ConfigError
+from engine.core.handoff import check_role, with_role
 from engine.core.loop import EngineCore
 from engine.core.protocols import (
     ROLES,
@@ -93,6 +94,7 @@ class Choice:
             self._pick("policy", selection)
         for selection in config.connectors:
             self._pick("connector", selection)
+        check_role(config.role, map(type, self.of(Connector)), self._registry)
         self._pick("executor", config.executor)  # late: importing one may take seconds, a misspelt name should not
         if self.executor.uses_attention:
             self._pick("attention", config.attention)
@@ -101,6 +103,8 @@ class Choice:
 
     def _pick(self, role: str, selection: Selection) -> None:
         found = self._registry.select(role, selection.name)
+        if role == "connector":
+            selection = with_role(selection, found.cls, self._config.role)
         self.chosen.append((found, build(found, selection)))
 
     def of(self, role: Callable[..., P]) -> list[P]:

@@ -163,6 +163,11 @@ class Connector(Plugin):
         The memory stays where it is until ``close``. Raise ``ConfigError`` where it cannot be worked with.
         """
 
+    def compose(self, others: Sequence[Connector]) -> Sequence[Connector]:
+        """Those of the other selected connectors that it drives itself: it starts and closes them, and the core knows
+        them no more. Called once, first of all. None by default. Raise ``ConfigError`` where they do not fit."""
+        return ()
+
     def describe(self) -> Mapping[str, Any]:
         """What others must know of it, e.g. where it listens: part of ``EngineCore.describe``. Called after
         ``register``. Nothing by default."""
