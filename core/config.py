@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -89,6 +89,9 @@ class EngineConfig(BaseModel):
     frontend: Selected = Field(Selection(name="openai"), description="what serves people")
     policies: SelectedMany = Field((), description="small plugins that answer one hook; the first is asked first")
     connectors: SelectedMany = Field((), description="what moves KV to other engines and tiers")
+    role: Literal["both", "prefill", "decode"] = Field(
+        "both", description="its part in a hand-off: compute prompts, go on with those of others, or both"
+    )
     page_size: int = Field(16, ge=1, le=1024, description="tokens a KV page")
     num_pages: int | None = Field(None, ge=1, description="KV pages in the pool (default: sized from kv_memory)")
     kv_memory: Size = Field("1GiB", description="memory for the KV pool, e.g. 512MiB, when num_pages is not given")
@@ -101,6 +104,15 @@ class EngineConfig(BaseModel):
     heartbeat_timeout: float = Field(5.0, gt=0, description="seconds without a sign of life: the engine is dead")
     step_timeout: float = Field(120.0, gt=0, description="seconds without a finished step: the engine is stuck")
     ask_seconds: float = Field(0.5, gt=0, description="seconds that one ask of a policy may take; more is a fault")
+    cache_events: str = Field(
+        "off", description="tell what is cached: off, on (over HTTP), or where to publish it too, e.g. tcp://HOST:PORT"
+    )
+    cache_events_replay: str | None = Field(
+        None, description="where subscribers ask for missed events (default: the port after that of cache_events)"
+    )
+    cache_events_topic: str = Field("cache", description="first frame of published cache events: names the engine")
+    cache_events_tokens: bool = Field(False, description="cache events tell token ids, salt and adapter (private!)")
+    cache_events_history: int = Field(65_536, ge=1, description="cache events kept for those that missed some")
     audit: bool = Field(False, description="full invariant check after every step (slow)")
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on (0: any free one)")
@@ -113,6 +125,16 @@ class EngineConfig(BaseModel):
         name = info.field_name or ""
         plain = isinstance(value, str) and name not in {*SECRETS, *ROLE_KEYS, *SINGULAR}
         return from_text(value, cls.model_fields[name].annotation) if plain else value
+
+    @field_validator("cache_events")
+    @classmethod
+    def _a_place(cls, value: str) -> str:
+        return value if value in ("off", "on") else _endpoint(value)
+
+    @field_validator("cache_events_replay")
+    @classmethod
+    def _another_place(cls, value: str | None) -> str | None:
+        return None if value is None else _endpoint(value)
 
     @field_validator("api_key")
     @classmethod
@@ -130,6 +152,12 @@ class EngineConfig(BaseModel):
         if data["api_key"]:
             data["api_key"] = "***"
         return data
+
+
+def _endpoint(value: str) -> str:
+    if not re.fullmatch(r"tcp://\S+:[1-9]\d{0,4}|ipc://\S+", value):
+        raise ValueError("is no endpoint such as tcp://127.0.0.1:5557 or ipc:///run/engine/cache")
+    return value
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 KV = "kv"  # what a parked request waits for
 REST = 0.0005  # seconds between two looks at the connectors while nothing can be computed
+LONG_REST = 0.02  # the same, while nobody waits for them: all that is open goes out
 PATIENCE = 5.0  # seconds
 RETRY = 16  # one in so many loads is tried although loading has been slower than computing
 
@@ -76,12 +77,22 @@ class Exchange:
         self._pace = Pace()
         self.evicted = 0
 
+    @property
+    def connectors(self) -> list[Connector]:
+        """Those that load or save, each once."""
+        return list(dict.fromkeys([*self._sources, *self._sinks]))
+
     def __len__(self) -> int:
         return len(self._book) + len(self._loads) + self._book.unsaid
 
+    @property
+    def incoming(self) -> bool:
+        """Whether anything is open but what goes out."""
+        return len(self) > len(self._outgoing)
+
     def register(self, executor: Executor) -> None:
         """Show the connectors where KV memory lies. Raises ``ConfigError`` where the executor has none to show."""
-        connectors = list(dict.fromkeys([*self._sources, *self._sinks]))
+        connectors = self.connectors
         layout = executor.kv_layout() if connectors else None
         for connector in connectors:
             if layout is None:
@@ -99,7 +110,7 @@ class Exchange:
         """The connectors' own numbers, and what was measured of them."""
         own = {
             f"connector_{self._core.hooks.name(one)}_{name}": value
-            for one in dict.fromkeys([*self._sources, *self._sinks])
+            for one in self.connectors
             for name, value in (*one.stats().items(), *self._pace.stats_of(one).items())
         }
         return {**own, **(self._pace.stats() if self._sources else {})}
@@ -110,10 +121,10 @@ class Exchange:
         What goes out may stay open: its pages are fenced and its keys name the weights that computed it.
         """
         until = time.monotonic() + max((source.patience for source in self._sources), default=PATIENCE)
-        while len(self) > len(self._outgoing) and time.monotonic() < until:
+        while self.incoming and time.monotonic() < until:
             self.move()
             time.sleep(REST)
-        return len(self) <= len(self._outgoing)
+        return not self.incoming
 
     def reset(self) -> None:
         """The keys of all content have changed. Mutates."""
@@ -241,8 +252,9 @@ class Exchange:
         tokens = request.tokens[: load.upto]
         stand_in = Request(
             id=f"{request.id}/{KV}", tokens=tokens, num_prompt=len(tokens), params=request.params,
-            max_total=len(tokens) + 1, namespace=request.namespace, adapter=request.adapter, priority=request.priority,
-            packed=request.packed_tokens(0, load.upto), state=State.PARKED, prefill_target=load.upto,
+            max_total=len(tokens) + 1, namespace=request.namespace, adapter=request.adapter, salt=request.salt,
+            priority=request.priority, packed=request.packed_tokens(0, load.upto), state=State.PARKED,
+            prefill_target=load.upto,
         )  # fmt: skip
         stand_in.pages = kv.adopt(stand_in, kv.match(stand_in))
         load.first = len(stand_in.pages)
