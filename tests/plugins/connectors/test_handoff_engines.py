@@ -366,6 +366,18 @@ def test_an_engine_that_only_leases_rests_and_new_weights_do_not_wait_for_it():
     asyncio.run(asyncio.wait_for(main(), 50))
 
 
+def test_new_weights_of_an_llm_do_not_wait_for_leases():
+    from engine import LLM
+
+    local = {"name": "local", "lease_seconds": 3600}
+    with LLM(executor="sim", connectors=[local], page_size=4, num_pages=64) as llm:
+        prefill(llm.core)
+        llm.update_weights({"w": 1}, running="finish", version="two")
+        while llm.core.has_work:
+            llm.core.step()
+        assert llm.core.stats()["connector_local_leases_released"] == 1
+
+
 def test_how_long_an_engine_may_rest():
     core = engine(options={"lease_seconds": 0.3})
     assert (core.settled, core.has_work) == (True, False)
