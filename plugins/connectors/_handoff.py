@@ -159,6 +159,8 @@ class HandOffConnector(Connector):
     def close(self) -> None:
         """End every connection and thread. What peers have not fetched yet they must compute."""
         self._leases.close()
+        if self._road is not None:
+            self._road.stop()
         if self._server is not None:
             self._server.close()
             self._server = None
