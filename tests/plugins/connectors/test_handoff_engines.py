@@ -241,7 +241,7 @@ def test_what_the_peer_is_said_to_compute_now_comes_over_while_it_does(mover, sc
 
 @pytest.mark.parametrize("promise", ["nobody computes it", "nobody is there", "half of it"])
 def test_a_promise_that_is_not_kept_costs_time_and_no_text(promise):
-    first, second = engine(), engine(options={"patience": 0.8})
+    first, second = engine(), engine(options={"patience": 2.0})
     if promise == "half of it":
         prefill(first, PROMPT[:16])
     address = "127.0.0.1:1" if promise == "nobody is there" else first.store.address
