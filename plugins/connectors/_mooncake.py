@@ -39,9 +39,9 @@ from engine.plugins.connectors._transport import Motion, Transport, TransportErr
 
 log = logging.getLogger(__name__)
 
-HINT = "needs mooncake: pip install 'sixhooks[mooncake]'"
+HINT = "connector mooncake needs mooncake: pip install 'sixhooks[mooncake]'"
 RDMA = "libibverbs"
-RDMA_HINT = "needs libibverbs, also where there is no RDMA: apt-get install libibverbs1"
+RDMA_HINT = "connector mooncake needs libibverbs, also where there is no RDMA: apt-get install libibverbs1"
 FAILED = 2**64 - 1  # -1 as the library's number of a batch
 GREETING = 5.0  # seconds that a peer has to take nothing
 
@@ -54,7 +54,9 @@ def library() -> Any:
     except ModuleNotFoundError:
         raise ConfigError(HINT) from None
     except ImportError as error:
-        raise ConfigError(RDMA_HINT if RDMA in str(error) else f"mooncake cannot be loaded: {error}") from error
+        raise ConfigError(
+            RDMA_HINT if RDMA in str(error) else f"connector mooncake: the library cannot be loaded: {error}"
+        ) from error
 
 
 class MooncakeTransport(Transport):
@@ -103,7 +105,7 @@ class MooncakeTransport(Transport):
         except (ValueError, TypeError, KeyError):
             raise TransportError(f"mooncake: peer {peer}: its card makes no sense") from None
         target = _Target(session, card)
-        nothing = MooncakeMotion(self, target, self._submit(target, [(self._held[0][0], address, 0)]))
+        nothing = MooncakeMotion(self, self._submit(target, [(self._held[0][0], address, 0)]))
         until = time.monotonic() + GREETING
         while (state := nothing.state()) == "moving" and time.monotonic() < until:
             time.sleep(0.001)
@@ -114,11 +116,9 @@ class MooncakeTransport(Transport):
             self._peers[peer] = target
 
     def disconnect(self, peer: str) -> None:
-        """The library keeps what it knows of it, and writes what it was told to write."""
+        """The library writes what it was told to write; motions that are open go on to say how that goes."""
         with self._lock:
-            target = self._peers.pop(peer, None)
-        if target is not None:
-            target.gone = True
+            self._peers.pop(peer, None)
 
     def begin(self, peer: str, ours: Words, theirs: Words, lengths: Words) -> MooncakeMotion:
         """The library's threads write; this one only hands the pieces over."""
@@ -130,7 +130,7 @@ class MooncakeTransport(Transport):
             raise TransportError("mooncake: pieces outside of the memory that is registered here")
         self._reap()
         pieces = zip(ours.tolist(), theirs.tolist(), lengths.tolist(), strict=True)
-        return MooncakeMotion(self, target, self._submit(target, pieces))
+        return MooncakeMotion(self, self._submit(target, pieces))
 
     def close(self) -> None:
         """End the engine, its threads and ports."""
@@ -138,8 +138,6 @@ class MooncakeTransport(Transport):
         if engine is None:
             return
         with self._lock:
-            for target in self._peers.values():
-                target.gone = True
             self._peers.clear()
             self._dropped.clear()
         for start, _ in self._held:
@@ -176,16 +174,16 @@ class MooncakeTransport(Transport):
 class MooncakeMotion(Motion):
     """Pieces in the order in which they were handed over."""
 
-    def __init__(self, transport: MooncakeTransport, target: _Target, numbers: deque[int]) -> None:
-        self._transport, self._target, self._numbers = transport, target, numbers
+    def __init__(self, transport: MooncakeTransport, numbers: deque[int]) -> None:
+        self._transport, self._numbers = transport, numbers
         self._state: Literal["moving", "done", "failed"] = "moving"
 
     def state(self) -> Literal["moving", "done", "failed"]:
         """Ask for the first piece that has not arrived yet."""
         if self._state != "moving":
             return self._state
-        if self._target.gone or self._transport._engine is None:
-            return self._failed("the peer was disconnected")
+        if self._transport._engine is None:
+            return self._failed("it was closed")
         while self._numbers:
             if self._numbers[0] == FAILED:
                 return self._failed("the peer cannot be reached")
@@ -217,4 +215,3 @@ class _Target:
 
     def __init__(self, session: str, card: str) -> None:
         self.session, self.card = session, card
-        self.gone = False
