@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 KV = "kv"  # what a parked request waits for
 REST = 0.0005  # seconds between two looks at the connectors while nothing can be computed
+LONG_REST = 0.02  # the same, while nobody waits for them: all that is open goes out
 PATIENCE = 5.0  # seconds
 RETRY = 16  # one in so many loads is tried although loading has been slower than computing
 
@@ -78,6 +79,11 @@ class Exchange:
     def __len__(self) -> int:
         return len(self._book) + len(self._loads) + self._book.unsaid
 
+    @property
+    def incoming(self) -> bool:
+        """Whether anything is open but what goes out."""
+        return len(self) > len(self._outgoing)
+
     def register(self, executor: Executor) -> None:
         """Show the connectors where KV memory lies. Raises ``ConfigError`` where the executor has none to show."""
         connectors = list(dict.fromkeys([*self._sources, *self._sinks]))
@@ -108,10 +114,10 @@ class Exchange:
         What goes out may stay open: its pages are fenced and its keys name the weights that computed it.
         """
         until = time.monotonic() + max((source.patience for source in self._sources), default=PATIENCE)
-        while len(self) > len(self._outgoing) and time.monotonic() < until:
+        while self.incoming and time.monotonic() < until:
             self.move()
             time.sleep(REST)
-        return len(self) <= len(self._outgoing)
+        return not self.incoming
 
     def reset(self) -> None:
         """The keys of all content have changed. Mutates."""

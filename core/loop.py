@@ -13,7 +13,7 @@ from engine.core.arbiter import Arbiter
 from engine.core.capabilities import label
 from engine.core.containment import ASK_SECONDS, Naming, started
 from engine.core.errors import EngineDead, ExecutionError, InvariantViolation, QueueFull
-from engine.core.exchange import KV, REST, Exchange
+from engine.core.exchange import KV, LONG_REST, REST, Exchange
 from engine.core.explain import explain
 from engine.core.flight import Flight
 from engine.core.hooks import HookBus
@@ -33,6 +33,8 @@ from engine.core.watch import RequestWatch
 from engine.core.weights import WhileRunning
 
 log = logging.getLogger(__name__)
+
+SHORT_REST = 0.001  # seconds
 
 
 class EngineCore:
@@ -210,6 +212,17 @@ class EngineCore:
         So whoever plans and commits by hand calls ``take_deltas`` after each commit: ``step`` does it by itself.
         """
         return bool(self.running or len(self.waiting) or self._outbox or self.exchange or len(self.flight))
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is left of any request that was ready, but KV that goes out (``step`` looks after it)."""
+        rest = self.running or len(self.waiting) or self._outbox or len(self.flight)
+        return not (rest or self.exchange.incoming)
+
+    @property
+    def rest(self) -> float:
+        """Seconds for which ``step`` need not be called after one that brought nothing, unless something new comes."""
+        return LONG_REST if self.exchange and self.settled and not self.parked else SHORT_REST
 
     def step(self) -> list[Delta]:
         """Plan, execute, commit; returns what is new for each request. A failing executor fails its plan's requests.

@@ -34,6 +34,14 @@ class Core(Protocol):
         """True while a step could bring news."""
 
     @property
+    def settled(self) -> bool:
+        """True while nothing is left of its requests, but KV that goes out."""
+
+    @property
+    def rest(self) -> float:
+        """Seconds to wait for commands after a step that brought nothing."""
+
+    @property
     def limits(self) -> Limits:
         """Of which ``max_waiting`` bounds the queue."""
 
@@ -95,7 +103,7 @@ class Intake:
 
     def raised(self) -> UpdateWeights | None:
         """The update whose turn it is, if it is one's turn. Mutates: what came after it goes on."""
-        if self._backlog and isinstance(self._backlog[0], UpdateWeights) and not self._core.has_work:
+        if self._backlog and isinstance(self._backlog[0], UpdateWeights) and self._core.settled:
             update = self._backlog.popleft()
             assert isinstance(update, UpdateWeights)
             return update
@@ -173,7 +181,7 @@ class Host:
         if not self.busy:
             return None
         # A step without any output may mean that all live requests are parked: look again soon, but do not spin.
-        return 0.001 if self._quiet else 0.0
+        return self._core.rest if self._quiet else 0.0
 
     def _obey(self, command: Command) -> None:
         match command:

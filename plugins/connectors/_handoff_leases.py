@@ -111,10 +111,12 @@ class Leases:
             hand_off.until = max(hand_off.until, self._clock() + self._seconds)
             return hand_off, [hand_off.pages[key] for key in keys[: _count(hand_off, keys)]]
 
-    def end(self, hand_off: HandOff) -> None:
-        """One of its readers is done. Mutates."""
+    def end(self, hand_off: HandOff, *, well: bool) -> None:
+        """One of its readers is done. Mutates: if all went well, the time begins anew, for it may read on."""
         with self._changed:
             hand_off.readers -= 1
+            if well:
+                hand_off.until = max(hand_off.until, self._clock() + self._seconds)
 
     def renew(self, claim: int) -> bool:
         """Begin the time anew; False where it is over. Mutates."""

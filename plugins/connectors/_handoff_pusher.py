@@ -59,6 +59,7 @@ class Pusher:
             line.send(Kind.EXPIRED)
             return
         hand_off, pages = begun
+        well = False
         try:
             self._write(line, peer, name, offset, pages)
             told = self._rows.checksum(pages) if checked else 0
@@ -67,8 +68,9 @@ class Pusher:
         else:
             self.given += len(pages)
             line.send(Kind.DONE, wire.DONE.pack(len(pages), told))
+            well = True
         finally:
-            self._leases.end(hand_off)
+            self._leases.end(hand_off, well=well)
 
     def revoke(self, receiver: str, number: int) -> bool:
         """Whether something may still be written for this wish of a receiver's. It does not begin now. Mutates."""

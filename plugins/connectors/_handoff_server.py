@@ -202,6 +202,7 @@ class Server:
             return
         hand_off, pages = begun
         until = time.monotonic() + self._longest
+        well = False
         try:
             line.send(Kind.GIVING, wire.GIVING.pack(len(pages)))
             for first, end in self._rows.batches(len(pages)):
@@ -210,8 +211,9 @@ class Server:
                 line.send(Kind.PAGES, head, rows, until)
                 self.given += end - first
             line.send(Kind.END)
+            well = True
         finally:
-            self._leases.end(hand_off)
+            self._leases.end(hand_off, well=well)
 
 
 def _family(host: str) -> socket.AddressFamily:

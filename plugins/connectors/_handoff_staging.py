@@ -95,8 +95,7 @@ class Staging:
         until = time.monotonic() + patience
         with self._changed:
             while True:
-                if not self._free:
-                    self._look()
+                self.look()
                 if self._free:
                     return self._free.pop()
                 left = until - time.monotonic()
@@ -128,10 +127,15 @@ class Staging:
         with self._changed:
             self._reclaim(lambda limbo: limbo.peer == peer and (numbers is None or limbo.number in numbers))
 
+    def look(self) -> None:
+        """See which motions have ended meanwhile. Mutates."""
+        with self._changed:
+            self._reclaim(lambda limbo: limbo.motion is not None and settled(limbo.motion, final=self._final))
+
     def close(self) -> None:
         """The connector ends. Memory that something may still write to stays where it is for the process's life."""
         with self._changed:
-            self._look()
+            self.look()
             for _, limbo in self._limbo.values():
                 if limbo.motion is not None:
                     limbo.motion.drop()
@@ -140,9 +144,6 @@ class Staging:
 
     # ---- inside
 
-    def _look(self) -> None:
-        self._reclaim(lambda limbo: limbo.motion is not None and settled(limbo.motion, final=self._final))
-
     def _reclaim(self, over: Callable[[Limbo], bool]) -> None:
         for offset, (slot, limbo) in list(self._limbo.items()):
             if over(limbo):
@@ -150,7 +151,8 @@ class Staging:
                     limbo.motion.drop()
                 del self._limbo[offset]
                 self._free.append(slot)
-        self._changed.notify_all()
+        if self._free:
+            self._changed.notify_all()
 
 
 def settled(motion: Motion, *, final: bool) -> bool:
