@@ -16,6 +16,8 @@ pieces out of range         refused before anything moves (``NIXL_ERR_NOT_FOUND`
 a name that is known        another process's card: refused. The same card again: fine
 16384 pieces                fine
 several threads             with ``STRICT`` an agent takes one call at a time; over shared memory a call is the copy
+the agent's own thread      looks without a pause, which takes a whole processor; with a pause of 1 ms it takes 3 %,
+                            and the bytes are as fast
 ==========================  ============================================================================================
 
 Errors are exceptions; the state ``ERR`` was never seen. Importing the library silences ``logging``'s own complaints in
@@ -46,6 +48,7 @@ log = logging.getLogger(__name__)
 MODULES = ("nixl._api", "nixl_cu12._api")
 HINT = "connector nixl needs nixl: pip install 'sixhooks[nixl]'"
 QUIET = {"UCX_LOG_LEVEL": "error", "UCX_HANDLE_ERRORS": "none", "UCX_DEBUG_SIGNO": "0", "NIXL_LOG_LEVEL": "ERROR"}
+PAUSE = 1000  # microseconds between two looks of an agent's thread while nothing moves
 _once = threading.Lock()
 
 
@@ -95,7 +98,7 @@ class NixlTransport(Transport):
         sync = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         name = f"sixhooks-{os.getpid()}-{secrets.token_hex(8)}"
         try:
-            with _once, _environment(self._environment):
+            with _once, _environment(self._environment), _unhurried(api):
                 self._agent = api.nixl_agent(name, api.nixl_agent_config(backends=["UCX"], sync_mode=sync))
             held = [(start, length, 0, "") for start, length in spans(memory)]
             self._registered = self._agent.register_memory(held, "DRAM") if held else None
@@ -250,6 +253,28 @@ def _pieces(places: Words, lengths: Words) -> NDArray[np.uint64]:
 
 def _words(error: Exception) -> str:
     return str(error) or type(error).__name__
+
+
+@contextmanager
+def _unhurried(api: Any) -> Iterator[None]:
+    """Agents made inside look with a pause: their constructor leaves no choice, and their configuration has one."""
+    bindings = api.nixlBind
+    plain = bindings.nixlAgentConfig
+
+    def configured() -> Any:
+        made = type("Configuration", (plain,), {"pthrDelay": property(plain.pthrDelay.__get__, _nothing)})()
+        plain.pthrDelay.__set__(made, PAUSE)
+        return made
+
+    bindings.nixlAgentConfig = configured
+    try:
+        yield
+    finally:
+        bindings.nixlAgentConfig = plain
+
+
+def _nothing(_: Any, __: Any) -> None:
+    """What the constructor sets does not count."""
 
 
 @contextmanager

@@ -345,6 +345,18 @@ def test_nothing_is_left_open(which):
     wait_for(lambda: (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))) <= before)
 
 
+@pytest.mark.parametrize("which", ["nixl", "mooncake"])
+def test_nothing_is_computed_while_nothing_moves(which):
+    """The library's own thread takes no processor: NIXL's looks without a pause, if it is not told otherwise."""
+    one = Here(which, 1 << 16)
+    time.sleep(0.2)
+    begun = time.process_time()
+    time.sleep(1.0)
+    used = time.process_time() - begun
+    one.close()
+    assert used < 0.1
+
+
 # ---- libraries that are missing
 
 
