@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence, Sized
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.core.errors import EngineError, InvalidRequest, QueueFull
 from engine.core.plan import Delta
@@ -13,7 +13,9 @@ from engine.core.request import Finish, SamplingParams
 from engine.core.serve.messages import (
     Abort,
     Add,
+    AskCache,
     AskStats,
+    CacheAnswer,
     Command,
     Event,
     Outputs,
@@ -24,6 +26,9 @@ from engine.core.serve.messages import (
     Updated,
     UpdateWeights,
 )
+
+if TYPE_CHECKING:
+    from engine.core.cache_desk import CacheDesk
 
 
 class Core(Protocol):
@@ -52,6 +57,10 @@ class Core(Protocol):
     @property
     def parked(self) -> Sized:
         """Requests that are not ready; they count against the queue's bound."""
+
+    @property
+    def cache(self) -> CacheDesk:
+        """What can be asked of its cache."""
 
     def add(
         self,
@@ -193,10 +202,20 @@ class Host:
                         self._core.abort(request_id, finish, detail)
             case AskStats(number=number):
                 self._emit(Stats(number, self._stats()))
+            case AskCache():
+                self._emit(self._of_cache(command))
             case UpdateWeights(running="finish"):
                 self._intake.bar(command)
             case UpdateWeights():
                 self._update(command, command.running)
+
+    def _of_cache(self, command: AskCache) -> CacheAnswer:
+        try:
+            return CacheAnswer(command.number, self._core.cache.ask(command.what, command.options))
+        except InvalidRequest as error:
+            return CacheAnswer(command.number, None, "InvalidRequest", error.field, error.message)
+        except EngineError as error:
+            return CacheAnswer(command.number, None, type(error).__name__, message=str(error))
 
     def _update(self, command: UpdateWeights, running: str) -> None:
         try:
