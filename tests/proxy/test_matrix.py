@@ -85,7 +85,9 @@ class Command:
     def ask(self, prompt: str) -> tuple[str, int]:
         """Text, and how many tokens of the prompt were cached."""
         body = {"prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
-        said = self.http.post("/v1/completions", json=body).raise_for_status().json()
+        answer = self.http.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        said = answer.json()
         return said["choices"][0]["text"], said["usage"]["prompt_tokens_details"]["cached_tokens"]
 
     def ask_all(self, prompts: list[str]) -> list[tuple[str, int]]:
