@@ -241,7 +241,7 @@ def test_what_the_peer_is_said_to_compute_now_comes_over_while_it_does(mover, sc
 
 @pytest.mark.parametrize("promise", ["nobody computes it", "nobody is there", "half of it"])
 def test_a_promise_that_is_not_kept_costs_time_and_no_text(promise):
-    first, second = engine(), engine(options={"patience": 0.8})
+    first, second = engine(), engine(options={"patience": 2.0})
     if promise == "half of it":
         prefill(first, PROMPT[:16])
     address = "127.0.0.1:1" if promise == "nobody is there" else first.store.address
@@ -364,6 +364,18 @@ def test_an_engine_that_only_leases_rests_and_new_weights_do_not_wait_for_it():
                 await asyncio.sleep(0.01)
 
     asyncio.run(asyncio.wait_for(main(), 50))
+
+
+def test_new_weights_of_an_llm_do_not_wait_for_leases():
+    from engine import LLM
+
+    local = {"name": "local", "lease_seconds": 3600}
+    with LLM(executor="sim", connectors=[local], page_size=4, num_pages=64) as llm:
+        prefill(llm.core)
+        llm.update_weights({"w": 1}, running="finish", version="two")
+        while llm.core.has_work:
+            llm.core.step()
+        assert llm.core.stats()["connector_local_leases_released"] == 1
 
 
 def test_how_long_an_engine_may_rest():
