@@ -29,7 +29,6 @@ WAYS = {
     "shared": ("local", {}),
     "streamed": ("local", {"shared": False}),
     "nixl": ("nixl", LO),
-    "nixl shm": ("nixl", {**LO, "tls": "tcp,shm,self"}),
     "nixl push": ("nixl", {**LO, "style": "push"}),
     "mooncake": ("mooncake", {}),
 }
@@ -123,11 +122,6 @@ class World:
     @property
     def pushes(self) -> bool:
         return self.way in ("nixl push", "mooncake")
-
-    @property
-    def copies(self) -> bool:
-        """The receiver's processor reads the sender's memory: it needs nobody."""
-        return self.way in ("shared", "nixl shm")
 
     def process(self, script: str, *arguments: str):
         command = [sys.executable, "-c", textwrap.dedent(script), *arguments]
