@@ -184,8 +184,8 @@ class Exchange:
         events = core.hooks.ask_transfer(book.take_wishes(landed))
         ended, stray = book.settle(events)
         core.counters.stray_events += stray
-        if core.hooks.deaf or core.hooks.lost:
-            lost = book.abandon(None if core.hooks.deaf else core.hooks.lost)
+        if core.hooks.deaf or core.hooks.lost or core.hooks.silent:
+            lost = book.abandon(None if core.hooks.deaf else [*core.hooks.lost, *book.told(core.hooks.silent)])
             ended += [(wish, TransferEvent(wish.id, "failed", reason="no connector answers for it")) for wish in lost]
         for wish, event in ended:
             self._end(wish, event)
