@@ -175,8 +175,10 @@ class Fetch(Errand):
             )  # fmt: skip
 
     def ended(self, reason: str) -> None:
-        """Done where all is there, whatever was said afterwards."""
+        """Done where all is there, whatever was said afterwards. A claim that was not used is not needed."""
         wish = self.wish
+        if (claim := self.desk.claimed(wish.request_id)) is not None:
+            self.desk.let_go(claim)
         if self.good == len(wish.pages) and not self.cancelled:
             self.desk.tell(TransferEvent(wish.id, "done"))
         else:

@@ -438,3 +438,21 @@ def test_what_a_connector_had_taken_on_ends_when_it_is_disabled():
     assert len(good.pages) == 7
     core.check()
     core.close()
+
+
+def test_b27_what_was_found_and_is_not_fetched_after_all_is_let_go_of():
+    """The request ends when its load has been decided on and nobody was told of it yet."""
+    shelf = Shelf()
+    first = core_of(shelf)
+    first.add(PROMPT, SamplingParams(max_tokens=2))
+    run(first)
+    shelf.holds, shelf.seen = True, []
+    core = core_of(shelf)
+    request = core.add(PROMPT, SamplingParams(max_tokens=2))
+    while not core.exchange._loading:
+        core.step()
+    assert [wish.kind for wish in shelf.seen] == ["probe"], "the load is not told yet"
+    core.abort(request.id)
+    run(core)
+    assert [(wish.kind, wish.of) for wish in shelf.seen[1:]] == [("cancel", shelf.seen[0].id)]
+    core.close()
