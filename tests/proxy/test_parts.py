@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 
+import httpx
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core import ConfigError, InvalidRequest
+from engine.plugins.frontends._errors import HTTPError
 from engine.proxy.bodies import Wish
 from engine.proxy.choosing import Chooser
 from engine.proxy.events import Splitter, content, is_opening
 from engine.proxy.index import CHUNK, MOST, PrefixIndex, chain_of
 from engine.proxy.options import Address, ProxyOptions
 from engine.proxy.peers import Card, Peer, handover, reach
+from engine.proxy.routes import asked_path
 
 D = (Address("http://d:1"),)
 PATH = "/v1/completions"
@@ -382,3 +385,16 @@ def test_addresses(given_, address):
 def test_what_is_no_address(wrong):
     with pytest.raises(ConfigError, match="--decode: "):
         Address.parse(wrong, "--decode")
+
+
+@pytest.mark.parametrize("name", ["sim", "org/model", "a b", "50%", "a?x=1", "a#b", "..a", "%2e%2e/engine", "ü"])
+def test_a_model_is_asked_for_by_its_name_and_nothing_else(name):
+    url = httpx.URL("http://e:1" + asked_path(f"/v1/models/{name}"))
+    assert (url.path, url.query, url.fragment) == (f"/v1/models/{name}", b"", "")
+
+
+@pytest.mark.parametrize("name", ["../engine", "../../metrics", "x/../../cache/events", "./../engine", ".."])
+def test_with_the_proxys_key_nobody_gets_at_what_else_engines_answer(name):
+    with pytest.raises(HTTPError, match="no model") as refused:
+        asked_path(f"/v1/models/{name}")
+    assert refused.value.status == 404
