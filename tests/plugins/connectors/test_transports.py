@@ -317,6 +317,27 @@ def test_a_motion_says_the_truth_after_its_peer_was_disconnected(then, pair):
     motion.drop()
 
 
+@pytest.mark.parametrize("which", ["nixl", "mooncake"])
+def test_threads_that_connect_at_once_share_what_is_known_of_the_peer(pair):
+    """Else a motion of the one is open while the library is told, for the other, to forget the peer."""
+    here, peer = pair.here(), pair.peer()
+    transport, barrier, seen = here.transport, threading.Barrier(4), []
+
+    def connect():
+        barrier.wait()
+        transport.connect("peer", peer.card)
+        seen.append(getattr(transport, "_remotes" if pair.which == "nixl" else "_peers")["peer"])
+
+    threads = [threading.Thread(target=connect) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(seen) == 4
+    assert len(set(map(id, seen))) == 1
+    here.move(peer, [0], [0], [4096])
+
+
 @pytest.mark.parametrize("which", ["nixl"])
 def test_nothing_is_written_after_close(pair):
     here, peer = pair.connected(mine=1, theirs=2)
