@@ -14,6 +14,7 @@ from engine.plugins.connectors._handoff_desk import Desk
 from engine.plugins.connectors._handoff_identity import Identity
 from engine.plugins.connectors._handoff_movers import Load
 from engine.plugins.connectors._handoff_peers import Claim
+from engine.plugins.connectors._handoff_staging import NoRoom
 from engine.plugins.connectors._handoff_wire import LeaseEnded, Line, LineError
 
 log = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class Errand(ABC):
                     line.close()
         except LineError as error:
             self.desk.tally.broken += 1
-            if not (self.cancelled or self.at_once or isinstance(error, LeaseEnded)):
+            if not (self.cancelled or self.at_once or isinstance(error, LeaseEnded | NoRoom)):
                 peers.failed(address, error)
             return f"peer {address}: {'cancelled' if self.cancelled else error}"
         return ""
