@@ -88,6 +88,7 @@ class NixlTransport(Transport):
         self._library = library()
         self._environment = {**QUIET, "UCX_TLS": tls, **({"UCX_NET_DEVICES": devices} if devices else {})}
         self._agent: Any = None
+        self._registered: Any = None
         self._lock = threading.Lock()  # of the books; the library has its own
         self._remotes: dict[str, _Remote] = {}
         self._left: list[_Remote] = []  # disconnected, with motions that have not ended

@@ -409,6 +409,22 @@ def test_mooncake_without_its_own_library(monkeypatch, tmp_path):
     assert "needs libibverbs, also where there is no RDMA: apt-get install libibverbs1" in run.stderr
 
 
+@pytest.mark.parametrize("which", ["nixl"])
+def test_memory_that_the_library_does_not_take_is_said_and_nothing_stays_open(which, monkeypatch):
+    try:
+        transport, memory, _ = side.made(which, SIZE, 0)
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+    def refuse(*_):
+        raise RuntimeError("no memory may be locked")
+
+    monkeypatch.setattr(transport._library.nixl_agent, "register_memory", refuse)
+    with pytest.raises(TransportError, match="no memory may be locked"):
+        transport.open([memory])
+    transport.close()
+
+
 def test_nixl_leaves_the_environment_as_it_was():
     from engine.plugins.connectors import _nixl
 
