@@ -148,6 +148,25 @@ def test_whatever_a_store_hangs_in_its_transfers_end_and_touch_no_page_after_tha
     assert list(store.transfer_kv([])) == []
 
 
+def test_a_task_that_hangs_does_not_keep_transfers_waiting_for_ever(opened, memory, key, ask, eventually):
+    """Copies between tiers, and clearing, are nobody's transfers: nobody cancels them."""
+    store = opened(Stuck(Stuck.Options(patience=0.2)), memory())
+    began = threading.Event()
+
+    def task():
+        began.set()
+        store.go.wait(LONGEST)
+        return False
+
+    store.later(task)
+    assert began.wait(LONGEST)
+    event = ask(store, "push", [key(0)], [0])
+    assert (event.kind, event.reason) == ("failed", "the store hangs")
+    store.go.set()
+    eventually(lambda: store._workers._hanging == 0)
+    assert ask(store, "push", [key(0)], [0]).kind == "done"
+
+
 @pytest.mark.parametrize(("kind", "reason"), [("probe", ""), ("pull", "no answer for"), ("push", "no answer for")])
 def test_a_call_that_takes_too_long_is_not_waited_for(kind, reason, opened, memory, key, ask):
     store = opened(Stuck(Stuck.Options(patience=0.1)), memory())
