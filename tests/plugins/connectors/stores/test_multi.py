@@ -242,6 +242,29 @@ def test_a_tier_that_is_full_is_a_failed_save_and_the_others_have_it(tiers, memo
     assert ask(multi, "pull", [key(0)], [7]).kind == "done"
 
 
+def test_a_tier_that_fails_does_not_end_what_the_others_are_still_to_get(opened, memory, key, ask):
+    """Its pages are saved slice by slice: one tier's failure in the first is no reason to leave out the rest."""
+
+    class Broken(HostStore):
+        name = "broken"
+        remote = True
+
+        def put_many(self, keys, contents):
+            raise ConnectionError("the line is down")
+
+    class InSlices(MultiStore):
+        slice_bytes = 1
+
+    host, multi = HostStore(), InSlices()
+    multi.compose([host, Broken()])
+    opened(multi, memory())
+    keys = [key(at) for at in range(4)]
+    event = ask(multi, "push", keys, range(4))
+    assert (event.kind, "broken: " in event.reason, "the line is down" in event.reason) == ("failed", True, True)
+    assert has(host, keys) == [1, 1, 1, 1]
+    assert (multi.kept, host.kept) == (4, 4)
+
+
 def test_a_tier_that_is_gone_costs_what_only_it_had(redis_server):
     """``host`` over ``redis``: killed, it is left alone; what the memory has is loaded as before."""
     redis = make("connector", "redis", {"url": redis_server.url})
