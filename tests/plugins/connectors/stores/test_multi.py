@@ -222,9 +222,7 @@ def test_a_damaged_page_comes_from_the_tier_below_or_is_computed(how, tmp_path):
         assert numbers["connector_multi_file_errors"] > 0
         assert core.counters.failed_loads == (damaged == roots)
         assert (numbers["connector_multi_file-2_errors"] > 0) == (damaged == roots)
-        for _ in range(8):  # of pages that are damaged, the first is found out
-            healed = answer(core, prompt)
-        assert healed == (cold[0], 28), "it was saved again"
+        assert answer(core, prompt) == (cold[0], 28), "it was saved again"
         core.close()
 
 
