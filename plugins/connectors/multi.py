@@ -202,10 +202,18 @@ class MultiStore(StoreConnector):
         self.keep(keys, contents.__getitem__)
 
     def forget_all(self) -> int:
-        """Clear the tiers. Pages that several have count once for each."""
+        """Clear the tiers. Pages that several have count once for each. Raises ``OSError`` when all have been asked."""
         with self._lock:
             self._uses.clear()
-        return sum(tier.store.clear() for tier in self._tiers)
+        gone, wrong = 0, []
+        for tier in self._tiers:
+            try:
+                gone += tier.store.clear()
+            except OSError as error:
+                wrong.append(f"{tier.name}: {error}")
+        if wrong:
+            raise OSError("; ".join(wrong))
+        return gone
 
     def clear(self) -> int:
         """Clear the tiers; those that take their time do it in one of the threads."""

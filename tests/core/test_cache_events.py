@@ -295,6 +295,20 @@ def test_a_store_tells_of_its_tier():
     assert check(core, log).pages("shelf") == set()
 
 
+def test_a_tier_that_cannot_forget_says_so_and_the_others_do(caplog):
+    """A flush is asked for over HTTP: a disk that fails is no reason for the engine to die."""
+
+    class Stiff(Shelf):
+        def clear(self):
+            raise PermissionError("the folder is not ours")
+
+    core, _ = told_core(connectors=[Stiff(), Shelf()], executor=ShadowExecutor())
+    said(core, list(range(9)))
+    tiers = core.cache.flush(tiers=True)["tiers"]
+    assert tiers == {"shelf": "PermissionError: the folder is not ours", "shelf#2": 2}
+    assert "PermissionError" in caplog.text
+
+
 def test_nobody_is_told_where_nobody_listens():
     core = make_core(connectors=[Shelf()], executor=ShadowExecutor())
     assert core.exchange.connectors[0].notice is None
