@@ -527,6 +527,29 @@ def test_questions_are_answered_in_words(feed):
     context.destroy(linger=0)
 
 
+def test_who_asks_and_does_not_read_or_sends_too_much_fills_no_memory(feed):
+    """A snapshot for each of many questions, none of them read; and a question that is none: others are answered."""
+    stored(feed.log, 0, 2000)
+    context = zmq.Context()
+    idle = context.socket(zmq.DEALER)
+    idle.setsockopt(zmq.RCVHWM, 1)
+    idle.connect(feed.public["replay"])
+    for _ in range(300):
+        idle.send(b"snapshot")
+    loud = context.socket(zmq.DEALER)
+    loud.connect(feed.public["replay"])
+    loud.send(bytes(10**6))
+    assert not loud.poll(200), "it was cut off"
+    with CacheSubscriber(feed.public["events"], feed.public["replay"]) as subscriber:
+        until(subscriber, feed.log)
+    answers = 0
+    while idle.poll(200):
+        idle.recv_multipart()
+        answers += 1
+    assert answers < 250, "the rest was not kept for it"
+    context.destroy(linger=0)
+
+
 def test_a_place_that_is_taken_is_refused(feed):
     taken = zmq.Context()
     sock = taken.socket(zmq.PUB)
