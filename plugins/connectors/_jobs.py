@@ -178,6 +178,8 @@ class Workers:
         until = time.monotonic() + GOODBYE
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
+        for job in self._open.values():  # of one left behind: KV memory may be somebody else's when it goes on
+            job.end()
 
     # ---- on the workers'
 

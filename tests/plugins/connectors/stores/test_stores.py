@@ -167,6 +167,23 @@ def test_a_task_that_hangs_does_not_keep_transfers_waiting_for_ever(opened, memo
     assert ask(store, "push", [key(0)], [0]).kind == "done"
 
 
+def test_a_worker_that_is_left_behind_touches_no_page(opened, memory, key, ask, eventually, monkeypatch):
+    monkeypatch.setattr("engine.plugins.connectors._jobs.GOODBYE", 0.1)
+    layout = memory()
+    store = opened(Stuck(), layout)
+    ask(store, "push", [key(0)], [0])
+    before = layout.read(5).copy()
+    store.get_many = lambda keys: store.go.wait(LONGEST) and [layout.read(0)]
+    store.transfer_kv([Transfer("load", "pull", "r", (5,), (key(0),))])
+    threads = list(store._workers._threads)
+    eventually(lambda: not store._workers._queues["pull"])
+    store.close()
+    store.go.set()
+    for thread in threads:
+        thread.join(LONGEST)
+    assert (layout.read(5) == before).all()
+
+
 @pytest.mark.parametrize(("kind", "reason"), [("probe", ""), ("pull", "no answer for"), ("push", "no answer for")])
 def test_a_call_that_takes_too_long_is_not_waited_for(kind, reason, opened, memory, key, ask):
     store = opened(Stuck(Stuck.Options(patience=0.1)), memory())
