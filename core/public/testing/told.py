@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from engine.core.identity import namespace_digest, page_digests
-from engine.core.request import Request, pack
+from engine.core.identity import namespace_digest, pack, page_digests
+from engine.core.request import Request
 from engine.testing.bench import CacheBench
 from engine.testing.guard import Violation
 
