@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ from engine.core.errors import ConfigError, EngineError
 if TYPE_CHECKING:
     from engine.core.cache_feed import CacheFeed
     from engine.core.loop import EngineCore
+
+log = logging.getLogger(__name__)
 
 OFF = "cache events are off: start the engine with --cache-events on"
 
@@ -145,10 +148,14 @@ class CacheDesk:
         after = core.kv.numbers()
         said: dict[str, Any] = {}
         for connector in core.exchange.connectors if tiers else ():
+            name = core.hooks.name(connector)
             try:
-                said[core.hooks.name(connector)] = connector.clear()
+                said[name] = connector.clear()
             except ConfigError as error:
-                said[core.hooks.name(connector)] = str(error)
+                said[name] = str(error)
+            except Exception as error:  # of a disk, or a plugin: the engine and the other tiers go on
+                log.exception("connector %s could not forget its pages", name)
+                said[name] = f"{type(error).__name__}: {error}"
         epoch = self.log.place[0] if self.log is not None else None
         return {"freed_pages": after.free - before.free, "in_use": after.pinned, "tiers": said, "epoch": epoch}
 

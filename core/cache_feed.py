@@ -26,6 +26,8 @@ from engine.core.errors import ConfigError
 
 HEARTBEAT = 1.0  # seconds of silence after which a batch without events is published
 QUEUED = 1000  # messages that wait for a slow subscriber; more are dropped
+ANSWERS = 8  # answers that wait for one who does not read them: a snapshot may be large
+QUESTION = 4096  # bytes; a question is short
 CLOSE_SECONDS = 5.0
 
 
@@ -65,6 +67,9 @@ class CacheFeed:
         self._events.setsockopt(zmq.XPUB_VERBOSE, 1)
         self._events.setsockopt(zmq.SNDHWM, QUEUED)
         self._asked = self._context.socket(zmq.ROUTER)
+        self._asked.setsockopt(zmq.SNDHWM, ANSWERS)
+        for sock in (self._events, self._asked):
+            sock.setsockopt(zmq.MAXMSGSIZE, QUESTION)
         self._wake_in, self._wake_out = socket.socketpair()
         self._awake = False
         self._closing = False
@@ -109,7 +114,7 @@ class CacheFeed:
         """There is news. From any thread; never blocks."""
         if not self._awake:
             self._awake = True
-            with contextlib.suppress(BlockingIOError):  # then there are bytes enough to wake it
+            with contextlib.suppress(OSError):  # there are bytes enough to wake it, or it was closed this moment
                 self._wake_in.send(b"!")
 
     # ---- the thread

@@ -38,7 +38,8 @@ class Job:
         asked, since: when it came, and when its slice under way began (0: none is).
         until: when it ends as it is, whatever is missing; ``None``: when it is done.
         cancelled: nobody waits for it any more.
-        hung: it was ended while a worker was at it.
+        hung: it was ended, or is a task that takes too long, while a worker is at it.
+        wrong: what went wrong with some of it, though not so that it must end; empty: nothing.
     """
 
     def __init__(self, wish: Transfer | None, *, until: float | None = None, task: Callable[[], bool] | None = None):
@@ -48,6 +49,7 @@ class Job:
         self.asked = time.monotonic()
         self.since = 0.0
         self.over = self.cancelled = self.hung = False
+        self.wrong = ""
         self._lock = threading.Lock()
 
     @contextmanager
@@ -84,6 +86,7 @@ class Workers:
         self._slice_of, self._patience = slice_of, patience
         self._queues: dict[str, deque[Job]] = {kind: deque() for kind in URGENCY}
         self._open: dict[str, Job] = {}  # transfers by id
+        self._tasks: set[Job] = set()  # those that a worker is at
         self._events: deque[TransferEvent] = deque()
         self._wake = threading.Condition()
         self._hanging = 0  # workers in a slice of a job that is over
@@ -120,6 +123,8 @@ class Workers:
         found = [self._events.popleft() for _ in range(len(self._events))]
         for event in found:
             self._open.pop(event.transfer_id, None)
+        if self._tasks:
+            self._doubt_tasks()
         for name, job in list(self._open.items()):
             overdue = self._overdue(job)
             if overdue is not None and self._give_up(job):
@@ -145,6 +150,14 @@ class Workers:
         why = "the store hangs" if hopeless else f"no answer for {spent:.1f} s"
         return TransferEvent(wish.id, "failed", failed_pages=rest, reason=why)
 
+    def _doubt_tasks(self) -> None:
+        """A task that takes too long hangs: what waits for its worker is not to wait for ever."""
+        with self._wake:
+            for job in self._tasks:
+                if not job.hung and self._seen - job.since > self._patience:
+                    job.hung = True
+                    self._hanging += 1
+
     def _give_up(self, job: Job) -> bool:
         with self._wake:
             if not job.end():
@@ -165,6 +178,8 @@ class Workers:
         until = time.monotonic() + GOODBYE
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
+        for job in self._open.values():  # of one left behind: KV memory may be somebody else's when it goes on
+            job.end()
 
     # ---- on the workers'
 
@@ -196,6 +211,8 @@ class Workers:
                     if queue:
                         job = queue.popleft()
                         job.since = time.monotonic()
+                        if job.task is not None:
+                            self._tasks.add(job)
                         return job
                 self._wake.wait()
         return None
@@ -204,7 +221,9 @@ class Workers:
         """A slice is done: the job ends, or goes on when it is its turn; or it was ended meanwhile."""
         with self._wake:
             job.since = 0.0
+            self._tasks.discard(job)
             self._hanging -= job.hung
+            job.hung = False
             if event is not None and job.end(wait=True):
                 self._events.append(event)
             elif more and not job.over:

@@ -27,6 +27,18 @@ from engine.plugins.connectors._jobs import Job, Over, Workers
 MOST_KEYS = 64  # pages a slice at most
 
 
+class KeptInPart(OSError):
+    """Pages are kept, but not everywhere where they should be: no reason to leave out those that are still to come.
+
+    Args:
+        kept: how many of them are new.
+    """
+
+    def __init__(self, words: str, kept: int) -> None:
+        super().__init__(words)
+        self.kept = kept
+
+
 class StoreOptions(PluginOptions):
     """Options of every store."""
 
@@ -104,7 +116,10 @@ class StoreConnector(Connector, ABC):
         return self.has_many(keys), ()
 
     def keep(self, keys: Sequence[bytes], read: Callable[[int], Bytes]) -> int:
-        """Keep what is lacking; ``read(place)`` gives a page. Returns how many. Mutates. Raises as ``put_many``."""
+        """Keep what is lacking; ``read(place)`` gives a page. Returns how many. Mutates.
+
+        Raises as ``put_many``; ``KeptInPart`` where only some of the places that should have them have.
+        """
         places = self.lacking(keys)
         if places:
             self.put_many([keys[at] for at in places], [read(at) for at in places])
@@ -220,7 +235,9 @@ class StoreConnector(Connector, ABC):
         reason = self._moved(job, wish, wish.keys[job.at : job.at + self._slice])
         if reason:
             return TransferEvent(wish.id, "failed", failed_pages=wish.pages[job.at :], reason=reason)
-        return TransferEvent(wish.id, "done") if job.at >= len(wish.pages) else None
+        if job.at < len(wish.pages):
+            return None
+        return TransferEvent(wish.id, "failed" if job.wrong else "done", reason=job.wrong)
 
     def _moved(self, job: Job, wish: Transfer, keys: Sequence[bytes]) -> str:
         """Move the next slice; what went wrong, in words, or nothing."""
@@ -260,7 +277,11 @@ class StoreConnector(Connector, ABC):
 
         if not job.at:
             self.touch(wish.keys)
-        kept = self.keep(keys, read)
+        try:
+            kept = self.keep(keys, read)
+        except KeptInPart as error:
+            self.failed(error)
+            kept, job.wrong = error.kept, str(error)
         with self._counting:
             self.kept += kept
         job.at += len(keys)

@@ -24,7 +24,8 @@ from engine.core.memory import Bytes, KVLayout
 from engine.plugins.connectors._frames import DamagedPage, header_of, unframed
 from engine.plugins.connectors._health import Unreachable
 from engine.plugins.connectors._jobs import GOODBYE
-from engine.plugins.connectors._store import StoreConnector, StoreOptions
+from engine.plugins.connectors._server import ServerStore
+from engine.plugins.connectors._store import StoreOptions
 
 FULL, MISSING = -200, -704
 HINT = (
@@ -33,13 +34,10 @@ HINT = (
 )
 
 
-class MooncakeStore(StoreConnector):
+class MooncakeStore(ServerStore):
     """A tier in the memory of several machines. Source: Mooncake Store."""
 
     name = "mooncake-store"
-    remote = True
-    threads = 2
-    slice_bytes = 4 * 2**20
 
     class Options(StoreOptions):
         master: str = Field("127.0.0.1:50051", description="HOST:PORT of mooncake_master")
@@ -107,6 +105,7 @@ class MooncakeStore(StoreConnector):
         gone = int(self._connected().remove_by_regex(f"^{re.escape(self._front)}.*", True))
         if gone < 0:
             raise Unreachable(f"remove: {gone}")
+        self.told_all_gone()
         return gone
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from pydantic import Field
 from engine.core.errors import ConfigError, suggest
 from engine.core.memory import Bytes, KVLayout
 from engine.core.protocols import Connector, ModelInfo
-from engine.plugins.connectors._store import MOST_KEYS, StoreConnector, StoreOptions
+from engine.plugins.connectors._store import MOST_KEYS, KeptInPart, StoreConnector, StoreOptions
 from engine.plugins.connectors._tiers import Copies, Tier, stretch, where
 
 SEEN = 200_000  # keys whose uses are counted
@@ -167,7 +167,10 @@ class MultiStore(StoreConnector):
     # ---- saving
 
     def keep(self, keys: Sequence[bytes], read: Callable[[int], Bytes]) -> int:
-        """Save by the write policy. A tier that refuses is told of when all have been asked. Raises ``OSError``."""
+        """Save by the write policy. A tier that refuses is told of when all have been asked.
+
+        Raises ``OSError`` where none has them, ``KeptInPart`` where some do.
+        """
         contents: dict[int, Bytes] = {}
 
         def once(place: int) -> Bytes:
@@ -176,7 +179,7 @@ class MultiStore(StoreConnector):
             return contents[place]
 
         often = self._used(keys)
-        kept, wrong = 0, []
+        kept, wrong, has_it = 0, [], False
         moves_down = self.options.write == "write-back"
         for place, tier in enumerate(self._tiers):
             places = self._due(place, keys, often)
@@ -186,10 +189,12 @@ class MultiStore(StoreConnector):
             kept = max(kept, count)
             if words:
                 wrong.append(words)
-            elif moves_down:
+                continue
+            has_it = True
+            if moves_down:
                 return kept
         if wrong:
-            raise OSError("; ".join(wrong))
+            raise KeptInPart("; ".join(wrong), kept) if has_it else OSError("; ".join(wrong))
         return kept
 
     def put_many(self, keys: Sequence[bytes], contents: Sequence[Bytes]) -> None:
@@ -197,10 +202,18 @@ class MultiStore(StoreConnector):
         self.keep(keys, contents.__getitem__)
 
     def forget_all(self) -> int:
-        """Clear the tiers. Pages that several have count once for each."""
+        """Clear the tiers. Pages that several have count once for each. Raises ``OSError`` when all have been asked."""
         with self._lock:
             self._uses.clear()
-        return sum(tier.store.clear() for tier in self._tiers)
+        gone, wrong = 0, []
+        for tier in self._tiers:
+            try:
+                gone += tier.store.clear()
+            except OSError as error:
+                wrong.append(f"{tier.name}: {error}")
+        if wrong:
+            raise OSError("; ".join(wrong))
+        return gone
 
     def clear(self) -> int:
         """Clear the tiers; those that take their time do it in one of the threads."""

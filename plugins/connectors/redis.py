@@ -17,19 +17,17 @@ from engine.core.errors import ConfigError
 from engine.core.memory import Bytes, KVLayout
 from engine.plugins.connectors._frames import DamagedPage, header_of, unframed
 from engine.plugins.connectors._health import Unreachable
-from engine.plugins.connectors._store import StoreConnector, StoreOptions
+from engine.plugins.connectors._server import ServerStore
+from engine.plugins.connectors._store import StoreOptions
 
 SCHEMES = ("redis://", "rediss://", "unix://")
 SCANNED = 1000  # keys that are deleted by one command
 
 
-class RedisStore(StoreConnector):
+class RedisStore(ServerStore):
     """A tier on a Redis server. What is evicted, and when, is the server's to say (``maxmemory-policy``)."""
 
     name = "redis"
-    remote = True
-    threads = 2
-    slice_bytes = 4 * 2**20
 
     class Options(StoreOptions):
         url: SecretStr = Field(
@@ -112,9 +110,9 @@ class RedisStore(StoreConnector):
         try:
             for name in self._client.scan_iter(match=_literally(self._front) + b"*", count=SCANNED):
                 gone += int(self._client.unlink(name))
-                self.told("removed", [name[len(self._front) :]])
         except self._lost as error:
             raise Unreachable(str(error)) from error
+        self.told_all_gone()
         return gone
 
     def close(self) -> None:

@@ -295,6 +295,20 @@ def test_a_store_tells_of_its_tier():
     assert check(core, log).pages("shelf") == set()
 
 
+def test_a_tier_that_cannot_forget_says_so_and_the_others_do(caplog):
+    """A flush is asked for over HTTP: a disk that fails is no reason for the engine to die."""
+
+    class Stiff(Shelf):
+        def clear(self):
+            raise PermissionError("the folder is not ours")
+
+    core, _ = told_core(connectors=[Stiff(), Shelf()], executor=ShadowExecutor())
+    said(core, list(range(9)))
+    tiers = core.cache.flush(tiers=True)["tiers"]
+    assert tiers == {"shelf": "PermissionError: the folder is not ours", "shelf#2": 2}
+    assert "PermissionError" in caplog.text
+
+
 def test_nobody_is_told_where_nobody_listens():
     core = make_core(connectors=[Shelf()], executor=ShadowExecutor())
     assert core.exchange.connectors[0].notice is None
@@ -510,6 +524,29 @@ def test_questions_are_answered_in_words(feed):
             assert content
         asking.close()
     assert msgspec.msgpack.decode(content, type=CacheSnapshot).entries == []
+    context.destroy(linger=0)
+
+
+def test_who_asks_and_does_not_read_or_sends_too_much_fills_no_memory(feed):
+    """A snapshot for each of many questions, none of them read; and a question that is none: others are answered."""
+    stored(feed.log, 0, 2000)
+    context = zmq.Context()
+    idle = context.socket(zmq.DEALER)
+    idle.setsockopt(zmq.RCVHWM, 1)
+    idle.connect(feed.public["replay"])
+    for _ in range(300):
+        idle.send(b"snapshot")
+    loud = context.socket(zmq.DEALER)
+    loud.connect(feed.public["replay"])
+    loud.send(bytes(10**6))
+    assert not loud.poll(200), "it was cut off"
+    with CacheSubscriber(feed.public["events"], feed.public["replay"]) as subscriber:
+        until(subscriber, feed.log)
+    answers = 0
+    while idle.poll(200):
+        idle.recv_multipart()
+        answers += 1
+    assert answers < 250, "the rest was not kept for it"
     context.destroy(linger=0)
 
 

@@ -91,6 +91,13 @@ class InventsCandidates(PagedCache):
         return [Candidate(-1, 1, 0)]
 
 
+class EvictsInSilence(PagedCache):
+    """What was evicted is told to be there for ever."""
+
+    def drop(self, keys, need=None):
+        return len(self._drop(keys, need))
+
+
 # ---- schedulers
 
 

@@ -30,6 +30,7 @@ CAUGHT = {
     "ForgetsToUnpublish": ("Keys of a failed step", "that were taken back"),
     "IgnoresWhatCameBefore": ("after another beginning", "begins differently"),
     "InventsCandidates": ("drop frees idle content|.", "dropping all candidates frees none"),
+    "EvictsInSilence": ("tells exactly what it has|.", "told of and not there|pages told and pages there differ"),
     "NeverGrants": ("the first request after that is served", "a request alone got no token in 3 steps"),
     "StarvesOne": ("although new ones keep coming", "a short request has not ended after 400 steps"),
     "Forgets": ("Every request ends", "made no progress|not ended"),

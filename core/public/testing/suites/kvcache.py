@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import ClassVar
 
+from engine.core.cache_events import CacheLog
 from engine.core.errors import InvariantViolation, OutOfPages
 from engine.core.protocols import Plugin
 from engine.core.request import Request
@@ -14,7 +15,8 @@ from engine.testing.guard import Violation
 from engine.testing.making import make_core
 from engine.testing.suites.base import Suite
 from engine.testing.suites.policy import decide_the_same
-from engine.testing.workload import Situation, closing
+from engine.testing.told import Told
+from engine.testing.workload import Situation, Workload, closing
 
 NAMESPACES: tuple[dict[str, str], ...] = (
     {}, {"salt": "a"}, {"adapter": "a"}, {"salt": "a", "adapter": "a"}, {"salt": "aa"}, {"salt": ";adapter:1:a"},
@@ -40,6 +42,12 @@ class KVCacheSuite(Suite):
                 ("unified", "radix"), (1, 4), (False, True), (0, 1)
             )
         ]
+
+    def workload(self, situation: Situation, seed: int | None = None, requests: int = 18) -> Workload:
+        """With somebody who listens: the audit after each step compares what was told with what is there."""
+        chosen = self.seed if seed is None else seed
+        plugins = {**self.plugins(situation), "cache_log": CacheLog(situation.page_size)}
+        return Workload(chosen, situation, plugins, self.limits, requests)
 
     def try_once(self, plugin: Plugin) -> None:
         """One request, alone."""
@@ -210,6 +218,25 @@ class KVCacheSuite(Suite):
             if bench.look().free != bench.pool.num_pages or bench.found([*prompt, 1]):
                 raise Violation(f"after reset there is content left: {bench.look()}")
 
+    def test_what_is_told_is_what_is_there(self) -> None:
+        """One that is watched tells exactly what it has, under the keys of its content; contents and peek say the same,
+        and peek changes nothing. One that does not tell says so (watch, contents and peek are optional)."""
+        for bench in self.benches():
+            told, size = Told(bench), bench.size
+            base = list(range(4 * size))
+            branch = [*base[: 2 * size], *range(500, 500 + 2 * size)]
+            bench.remember(base)
+            told.compare(base, base[: 2 * size + 1])
+            bench.remember(branch)
+            bench.remember(base, salt="s")
+            told.compare(base, branch)
+            told.compare(base, salt="s")
+            self._twins_tell(bench, told, list(range(300, 300 + 2 * size)))
+            while bench.look().evictable:  # first to go first, a page or two at a time
+                bench.cache.drop(list(bench.cache.victims(2)), 2)
+                told.compare(base, branch)
+            self._reset_tells(bench, told, base)
+
     def test_its_audit_sees_a_lie(self) -> None:
         """check raises where pages are held for a request that is not among those that run."""
         for bench in self.benches():
@@ -234,6 +261,35 @@ class KVCacheSuite(Suite):
         for workload in runs:
             workload.run()
         decide_the_same(runs[0].decisions, runs[1].decisions)
+
+    def _twins_tell(self, bench: CacheBench, told: Told, prompt: list[int]) -> None:
+        """Two compute the same at a time; what one has published is taken back, where the cache can."""
+        twins = [bench.request(prompt) for _ in range(2)]
+        for twin in twins:
+            bench.hold(twin)
+        for twin in twins:
+            keys = bench.publish(twin)
+            told.compare(prompt)
+        bench.cache.unpublish(keys)
+        told.compare(prompt)
+        for twin in twins:
+            bench.release(twin, keep=0 if twin is twins[1] else twin.num_tokens)
+            told.compare(prompt)
+
+    def _reset_tells(self, bench: CacheBench, told: Told, prompt: list[int]) -> None:
+        """All is forgotten while somebody uses it, and then computed anew."""
+        holder = bench.request([*prompt, 1])
+        bench.hold(holder)
+        bench.publish(holder)
+        told.compare(prompt)
+        bench.cache.reset()
+        told.compare(prompt)
+        if found := bench.found([*prompt, 1]):
+            raise Violation(f"{found} tokens are found after a reset")
+        bench.release(holder, keep=holder.num_tokens)
+        told.compare(prompt)
+        bench.remember(prompt)
+        told.compare(prompt)
 
     def _drop_everything(self, bench: CacheBench) -> None:
         """Drop all there is; those that run keep their pages."""

@@ -57,6 +57,8 @@ def test_bytes_come_back_as_they_were_for_engines_of_one_kind(store, memory, key
     layout = memory()
     before = [layout.read(page) for page in range(5)]
     writer = store(layout)
+    heard = []
+    writer.notice = lambda kind, keys: heard.extend((kind, name) for name in keys)
     assert ask(writer, "push", map(key, range(5)), range(5)).kind == "done"
     other = memory()
     for region in other.regions:
@@ -69,8 +71,9 @@ def test_bytes_come_back_as_they_were_for_engines_of_one_kind(store, memory, key
     assert (event.kind, event.failed_pages) == ("failed", (7, 8))
     assert ask(store(memory(digest="b" * 32)), "probe", [key(0)]).tokens == 0, "B28"
     assert writer.clear() == 0
-    while ask(reader, "probe", [key(0)]).tokens:
+    while ask(reader, "probe", [key(0)]).tokens or len(heard) < 10:
         pass
+    assert sorted(heard) == sorted((kind, key(number)) for kind in ("stored", "removed") for number in range(5))
 
 
 @pytest.mark.parametrize("how", ["flipped", "foreign"])

@@ -205,6 +205,18 @@ def test_clearing_forgets_this_layout_only(store, memory, key, ask, eventually):
     assert ask(other, "probe", [key(0), key(1)]).tokens == 8
 
 
+def test_of_the_pages_on_a_server_only_the_last_are_told_of(store, key, ask, monkeypatch):
+    """It evicts without a word: what is told of must not become more for ever."""
+    monkeypatch.setattr("engine.plugins.connectors._server.VOUCHED", 2)
+    one, heard = store(), []
+    one.notice = lambda kind, keys: heard.extend((kind, int.from_bytes(name, "big")) for name in keys)
+    ask(one, "push", [key(0)], [0])
+    ask(one, "push", [key(1)], [1])
+    ask(one, "push", [key(2), key(3)], [2, 3])
+    assert heard == [("stored", at) for at in range(4)] + [("removed", 0), ("removed", 1)]
+    assert ask(one, "probe", [key(0)]).tokens == 4, "and found all the same"
+
+
 def test_a_password_is_shown_nowhere(redis_server, core, caplog):
     redis_server.stop()
     redis_server.run("--requirepass", "open sesame")
