@@ -93,16 +93,18 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
+    def reports(self) -> bool:
+        """True where log-probabilities are asked for."""
+        return self.logprobs is not None or self.prompt_logprobs is not None
+
+    @property
     def used(self) -> list[str]:
         """Which of ``SAMPLING`` it uses."""
         return [name for name in SAMPLING if getattr(self, name) != DEFAULTS[name]]
 
     def choices(self) -> list[SamplingParams]:
-        """Parameters of each of the ``n`` choices. What a prompt's log-probabilities are, the first one finds out."""
-        if self.n == 1:
-            return [self]
-        first = replace(self, n=1)
-        return [first, *[replace(first, choice=choice, prompt_logprobs=None) for choice in range(1, self.n)]]
+        """Parameters of each of the ``n`` choices."""
+        return [self] if self.n == 1 else [replace(self, n=1, choice=choice) for choice in range(self.n)]
 
 
 DEFAULTS = {name: getattr(SamplingParams(), name) for name in SAMPLING}

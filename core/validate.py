@@ -223,11 +223,11 @@ def _check_logprobs(params: SamplingParams, num_prompt: int, limits: Limits) -> 
                 words = f"is {_shown(count)}, must be between 0 and {limits.max_logprobs}"
                 raise InvalidRequest(name, words, code="above_limit")
     if params.prompt_logprobs is not None:
-        entries = num_prompt * (params.prompt_logprobs + 1)
+        entries = num_prompt * (params.prompt_logprobs + 1) * params.n
         if entries > limits.max_prompt_logprobs:
             words = (
-                f"{num_prompt} prompt tokens x ({params.prompt_logprobs} + 1) = {entries} log-probabilities, "
-                f"at most {limits.max_prompt_logprobs} are allowed"
+                f"{num_prompt} prompt tokens x ({params.prompt_logprobs} + 1) x n {params.n} = {entries} "
+                f"log-probabilities, at most {limits.max_prompt_logprobs} are allowed"
             )
             raise InvalidRequest("prompt_logprobs", words, code="above_limit")
 

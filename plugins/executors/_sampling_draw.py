@@ -58,8 +58,8 @@ def draw(logits: Tensor, params: Sequence[SamplingParams], numbers: Sequence[flo
             tokens = _pick_filtered(mine, wish, numbers_of, min(width, vocab))
         else:
             tokens = _pick_any(mine, [params[row] for row in rows], numbers_of)
-        for row, token in zip(rows, tokens.tolist(), strict=True):
-            picked[row] = token
+        for place, token in zip(rows, tokens.tolist(), strict=True):
+            picked[place] = token
     return picked
 
 
