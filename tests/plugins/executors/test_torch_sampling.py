@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from engine.plugins.executors._sampling_draw import Filter, keep
 from engine.plugins.executors._sampling_edits import Editor, apply
 from engine.plugins.executors._sampling_logprobs import token_logprobs
 from engine.plugins.executors._sampling_numbers import mix, uniform
+from engine.testing import make_core
 
 LOGITS = torch.tensor([1.0, 3.0, 2.0, 0.0, -1.0, 2.5])
 
@@ -335,3 +337,86 @@ def test_choices_of_neighbouring_seeds_are_different() -> None:
         for choice in range(5)
     }
     assert len(set(drawn.values())) == 25
+
+
+# ---- whole requests, on a model
+
+WISHES: list[dict[str, Any]] = [
+    {"temperature": 1.0, "top_p": 0.9, "top_k": 40, "seed": 42},
+    {"temperature": 0.0, "repetition_penalty": 1.3, "logprobs": 2, "prompt_logprobs": 1},
+    {"temperature": 0.8, "seed": 42, "frequency_penalty": 0.6, "presence_penalty": 0.3, "logprobs": 0},
+    {"temperature": 1.0, "seed": 42, "choice": 1, "min_p": 0.02, "logit_bias": {9: 2.0}, "min_tokens": 4},
+    {"temperature": 0.0},
+]
+
+
+def answers(executor: Any, wishes: Sequence[dict[str, Any]], **settings: Any) -> list[tuple[Any, ...]]:
+    """Tokens and log-probabilities of one request for each wish, all together; preempted at random if asked to."""
+    rng = random.Random(settings.pop("preempt", None))
+    preempting = rng.random() if "chance" not in settings else settings.pop("chance")
+    core = make_core(executor=executor, num_pages=128, max_model_len=100, **settings)
+    params = [SamplingParams(max_tokens=12, ignore_eos=True, **wish) for wish in wishes]
+    requests = [core.add([5, 6, 7, 8, 5, 9, *range(20, 30)], wish) for wish in params]
+    found: dict[str, tuple[list[Any], list[Any]]] = {request.id: ([], []) for request in requests}
+    while core.has_work:
+        deltas = core.step()
+        if rng.random() < preempting and core.running:
+            deltas += core.drain()
+            for victim in core.running[:1]:
+                core.give_up(victim, front=True)
+        for delta in deltas:
+            found[delta.request_id][0].extend(delta.logprobs)
+            found[delta.request_id][1].extend(delta.prompt_logprobs)
+    return [(request.output, *found[request.id]) for request in requests]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("budget", [7, 64])
+def test_a_request_is_the_same_in_any_batch_any_chunks_after_preemptions_and_in_both_loops(
+    tiny: Callable[..., Path], make_executor: Any, overlap: bool, budget: int
+) -> None:
+    path = tiny("llama")
+    alone = [answers(make_executor(path, seed=n), [wish], chance=0)[0] for n, wish in enumerate(WISHES)]
+    for seed in range(3):
+        settings = {"overlap": overlap, "max_batch_tokens": budget, "max_running": 6, "preempt": seed, "chance": 0.3}
+        together = answers(make_executor(path, seed=9), WISHES, **settings)
+        for (tokens, logprobs, of_prompt), (others, their_logprobs, of_their_prompt) in zip(
+            alone, together, strict=True
+        ):
+            assert tokens == others
+            close(logprobs, their_logprobs)
+            close(of_prompt, of_their_prompt)
+    assert len({tuple(tokens) for tokens, _, _ in alone}) == len(WISHES)
+
+
+def close(ours: Sequence[Any], theirs: Sequence[Any]) -> None:
+    assert [one.token for one in ours] == [one.token for one in theirs]
+    assert [one.logprob for one in ours] == pytest.approx([one.logprob for one in theirs], abs=1e-4)
+
+
+def test_unseeded_requests_differ_and_follow_the_engine_seed(tiny: Callable[..., Path], make_executor: Any) -> None:
+    def outputs(seed: int) -> list[list[int]]:
+        found = answers(make_executor(tiny("llama"), seed=seed), [{"temperature": 1.0}] * 2, chance=0)
+        return [tokens for tokens, _, _ in found]
+
+    first = outputs(0)
+    assert first[0] != first[1]
+    assert outputs(0) == first
+    assert outputs(1) != first
+
+
+def test_prompt_logprobs_are_those_of_the_model(tiny: Callable[..., Path], make_executor: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    path = tiny("llama")
+    [(output, of_tokens, of_prompt)] = answers(make_executor(path), [WISHES[1]], chance=0, max_batch_tokens=7)
+    prompt = [5, 6, 7, 8, 5, 9, *range(20, 30)]
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.inference_mode():
+        raw = model(torch.tensor([[*prompt, *output]])).logits[0].log_softmax(-1)
+    for at, one in enumerate([*of_prompt, *of_tokens], 1):
+        token = [*prompt, *output][at]
+        assert one.token == token
+        assert one.logprob == pytest.approx(float(raw[at - 1, token]), abs=1e-4)
+        assert one.top[0] == int(raw[at - 1].argmax())
+    assert len(of_prompt) == len(prompt) - 1
