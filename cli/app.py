@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from engine.cli import config, doctor, generate, plugin_check, plugin_new, plugin_show, plugins, replay, serve
+from engine.cli import config, doctor, generate, plugin_check, plugin_new, plugin_show, plugins, render, replay, serve
 from engine.cli.flags import split_dotted
 from engine.cli.option_help import EngineCommand
 from engine.core.errors import EngineError
@@ -21,6 +21,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "generate": generate.generate,
     "config": config.config,
     "doctor": doctor.doctor,
+    "render": render.render,
     "replay": replay.replay,
 }
 OF_PLUGINS: dict[str, Callable[..., None]] = {

@@ -60,7 +60,6 @@ from engine.core.view import StepView
 __all__ = [
     "API_VERSION",
     "SAMPLING",
-    "TokenLogprobs",
     "Attention",
     "Batch",
     "Candidate",
@@ -104,6 +103,7 @@ __all__ = [
     "State",
     "Step",
     "StepView",
+    "TokenLogprobs",
     "Transfer",
     "TransferEvent",
     "Wait",
