@@ -5,6 +5,9 @@ Everything that a plugin needs is imported from here.
 
 from engine.core.assemble import assemble
 from engine.core.batch import Batch
+from engine.core.cache_events import CacheBatch, CacheEvent, CacheLog, CacheSnapshot, TooOld
+from engine.core.cache_index import CacheIndex
+from engine.core.cache_watch import CacheWatcher
 from engine.core.config import EngineConfig, Selection, load_config
 from engine.core.errors import (
     ConfigError,
@@ -62,6 +65,12 @@ __all__ = [
     "SAMPLING",
     "Attention",
     "Batch",
+    "CacheBatch",
+    "CacheEvent",
+    "CacheIndex",
+    "CacheLog",
+    "CacheSnapshot",
+    "CacheWatcher",
     "Candidate",
     "ConfigError",
     "Connector",
@@ -104,6 +113,7 @@ __all__ = [
     "Step",
     "StepView",
     "TokenLogprobs",
+    "TooOld",
     "Transfer",
     "TransferEvent",
     "Wait",
