@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.core.sampling import TokenLogprobs
 
-SLICE = 64  # rows looked at together: a prompt's logits are many
+SLICE = 16  # rows worked on together: a prompt's logits are many, and few stay in the processor's cache
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
@@ -27,9 +27,8 @@ def _some(logits: Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[
     own = logits.gather(1, chosen)
     ranks = ((logits > own).sum(-1) + 1).tolist()
     values, ids = logits.topk(min(max(counts), logits.shape[1]))
-    rows = zip(
-        tokens, (own - total)[:, 0].tolist(), ranks, counts, ids.tolist(), (values - total).tolist(), strict=True
-    )
+    found = ids.tolist(), (values - total).tolist()
+    rows = zip(tokens, (own - total)[:, 0].tolist(), ranks, counts, *found, strict=True)
     return [
         TokenLogprobs(token, logprob, rank, tuple(top[:count]), tuple(of_top[:count]))
         for token, logprob, rank, count, top, of_top in rows

@@ -24,7 +24,7 @@ from transformers import (
 
 from engine.core.request import Request, SamplingParams
 from engine.plugins.executors._sampling import NAN, NONE_LEFT, Draw, sample
-from engine.plugins.executors._sampling_draw import Filter, keep
+from engine.plugins.executors._sampling_draw import Filter, keep, restrict
 from engine.plugins.executors._sampling_edits import Editor, apply
 from engine.plugins.executors._sampling_logprobs import token_logprobs
 from engine.plugins.executors._sampling_numbers import mix, uniform
@@ -171,6 +171,19 @@ def test_sets_larger_than_the_first_look_are_known_as_such(width: int) -> None:
             assert width < limit  # what it could not know it says
         else:
             assert sorted(ids[number][inside[number]].tolist()) == wanted
+
+
+@pytest.mark.parametrize("top_k", [700, 900])
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999])
+def test_large_sets_are_the_same_without_sorting(top_k: int, top_p: float) -> None:
+    logits = torch.randn(8, 900, generator=torch.Generator().manual_seed(4)) * torch.linspace(0.1, 8, 8)[:, None]
+    logits[:, 7] = -torch.inf
+    wish = Filter(torch.full((8,), top_k), torch.full((8,), top_p), torch.full((8,), -torch.inf))
+    ids, _, inside = keep(logits, wish, 900)
+    left = restrict(logits, wish)
+    for row in range(8):
+        assert (left[row] > -torch.inf).nonzero().flatten().tolist() == sorted(ids[row][inside[row]].tolist())
+        assert torch.equal(left[row][ids[row][inside[row]]], logits[row][ids[row][inside[row]]])
 
 
 def test_limits_beyond_the_vocabulary_change_nothing() -> None:
