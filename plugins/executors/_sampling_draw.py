@@ -36,13 +36,18 @@ class Filter(NamedTuple):
         return Filter(*[column[chosen] for column in self])
 
 
+Way = Callable[[Tensor, Filter, Tensor], Tensor]
+
+
 def draw(logits: Tensor, params: Sequence[SamplingParams], numbers: Sequence[float]) -> list[int]:
     """Sample every row of ``logits [rows, vocab]`` (float32, not changed) by one number in [0, 1) each."""
     vocab = logits.shape[1]
-    groups: dict[Callable[[Tensor, Filter, Tensor], Tensor], list[int]] = {}
+    groups: dict[Way, list[int]] = {}
     for row, wish in enumerate(params):
         limit = wish.top_k if 0 < wish.top_k < vocab else vocab
-        way = _pick_any if limit == vocab and wish.top_p >= 1 else _pick_large if FEW < limit < vocab else _pick_likely
+        way: Way = (
+            _pick_any if limit == vocab and wish.top_p >= 1 else _pick_large if FEW < limit < vocab else _pick_likely
+        )
         groups.setdefault(way, []).append(row)
     picked = [0] * len(params)
     for way, members in groups.items():
