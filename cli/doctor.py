@@ -17,7 +17,7 @@ from engine.core.errors import EngineError, ModelError
 
 NEEDED = (
     *("torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy", "pydantic", "pluggy", "pyzmq", "msgspec"),
-    *("fastapi", "uvicorn", "prometheus-client", "typer", "rich"),
+    *("fastapi", "uvicorn", "httpx", "prometheus-client", "typer", "rich"),
 )
 OPTIONAL = {
     "triton": "GPU kernels",

@@ -16,7 +16,7 @@ from engine.proxy.peers import Card, Handover, Peer, Side, handover
 
 log = logging.getLogger("engine.proxy")
 
-FIRST_REST, LONGEST_REST = 0.25, 5.0  # seconds that an engine which failed is left alone
+FIRST_REST, LONGEST_REST = 0.25, 2.0  # seconds that an engine which failed is left alone
 KEEP_ALIVE = 2.0  # seconds; servers close idle connections after 5, and a request must not meet that
 
 
@@ -136,9 +136,10 @@ class Fleet:
         """Who fits whom may have changed. What does not fit is told once."""
         for giver in [peer] if peer.side == "prefill" else self.prefill:
             for taker in [peer] if peer.side == "decode" else self.decode:
+                if giver.card is None or taker.card is None:
+                    continue
                 found = self._pairs[giver, taker] = handover(giver, taker, self._options.connector)
-                known = giver.card is not None and taker.card is not None
-                if isinstance(found, str) and known and self._told.get((giver, taker)) != found:
+                if isinstance(found, str) and self._told.get((giver, taker)) != found:
                     log.warning("not paired: %s", found)
                     self._told[giver, taker] = found
 
