@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from engine.core.continuation import Row
@@ -134,6 +135,11 @@ def _certain(request: Request, known: Row, *, continues: bool) -> tuple[int, Seq
     return known.start - len(known.before), [*known.before, *known.tokens]
 
 
+def _argmax(logits: Tensor) -> Tensor:
+    """The likeliest token of each row, the first of equals; a NaN where there is one. numpy's is ten times faster."""
+    return torch.from_numpy(logits.numpy().argmax(axis=-1)) if logits.device.type == "cpu" else logits.argmax(dim=-1)
+
+
 def sample(logits: Tensor, draws: Sequence[Draw]) -> Sampled:
     """Choose a token for each row of ``logits [rows, vocab]``. Mutates the rows that biases or penalties change.
 
@@ -145,10 +151,9 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> Sampled:
     raw = (logits[reported] if edited else logits) if reported else logits  # indexing copies
     if edited:
         apply(logits, [each.edits for each in draws], [each.params for each in draws])
-    best, likeliest = logits.max(dim=-1)  # max passes NaN on
-    bad = {
-        row: NAN if value != value else NONE_LEFT for row, value in enumerate(best.tolist()) if not value > -INFINITY
-    }
+    likeliest = _argmax(logits)
+    best = logits.gather(1, likeliest[:, None])[:, 0].tolist()
+    bad = {row: NAN if value != value else NONE_LEFT for row, value in enumerate(best) if not value > -INFINITY}
     tokens: list[int] = likeliest.tolist()
     drawn = [row for row, each in enumerate(draws) if not each.params.greedy and row not in bad]
     if drawn:

@@ -160,6 +160,9 @@ def test_default_model_log_probabilities(model_server: Any) -> None:
             streamed = [one for event in pieces for one in event.choices[0].logprobs.token_logprobs]  # type: ignore[union-attr]
             assert streamed == found.token_logprobs
 
+            sharp = await sdk.completions.create(**{**wish, "temperature": 0.01}, logprobs=5, extra_body={"top_k": 1})
+            assert sharp.choices[0].logprobs.token_logprobs == found.token_logprobs[-5:]  # type: ignore[union-attr]
+
             messages: Any = [{"role": "user", "content": "Say hi."}]
             talk: Any = {"model": MODEL, "messages": messages, "max_tokens": 6, "temperature": 0}
             chat = await sdk.chat.completions.create(**talk, logprobs=True, top_logprobs=2)
