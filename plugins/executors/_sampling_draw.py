@@ -44,11 +44,7 @@ def draw(logits: Tensor, params: Sequence[SamplingParams], numbers: Sequence[flo
     vocab = logits.shape[1]
     groups: dict[Way, list[int]] = {}
     for row, wish in enumerate(params):
-        limit = wish.top_k if 0 < wish.top_k < vocab else vocab
-        way: Way = (
-            _pick_any if limit == vocab and wish.top_p >= 1 else _pick_large if FEW < limit < vocab else _pick_likely
-        )
-        groups.setdefault(way, []).append(row)
+        groups.setdefault(_way(wish, vocab), []).append(row)
     picked = [0] * len(params)
     for way, members in groups.items():
         for start in range(0, len(members), SLICE):
@@ -58,17 +54,28 @@ def draw(logits: Tensor, params: Sequence[SamplingParams], numbers: Sequence[flo
             if any(wish.temperature != 1 for wish in wishes):
                 mine /= torch.tensor([[wish.temperature] for wish in wishes], device=mine.device)
             uniform = torch.tensor([numbers[row] for row in rows], dtype=torch.float64, device=mine.device)
-            for row, token in zip(
-                rows, way(mine, filter_of(wishes, vocab, mine.device), uniform).tolist(), strict=True
-            ):
+            tokens = way(mine, filter_of(wishes, vocab, mine.device), uniform).tolist()
+            for row, token in zip(rows, tokens, strict=True):
                 picked[row] = token
     return picked
+
+
+def _way(wish: SamplingParams, vocab: int) -> Way:
+    """How a row is drawn: by its own parameters alone."""
+    limit = _top_k(wish, vocab)
+    if limit == vocab and wish.top_p >= 1:
+        return _pick_any
+    return _pick_large if FEW < limit < vocab else _pick_likely
+
+
+def _top_k(wish: SamplingParams, vocab: int) -> int:
+    return wish.top_k if 0 < wish.top_k < vocab else vocab
 
 
 def filter_of(params: Sequence[SamplingParams], vocab: int, device: torch.device) -> Filter:
     """What the rows' filters are, in numbers that can be compared."""
     return Filter(
-        torch.tensor([row.top_k if 0 < row.top_k < vocab else vocab for row in params], device=device),
+        torch.tensor([_top_k(row, vocab) for row in params], device=device),
         torch.tensor([row.top_p for row in params], device=device),
         torch.tensor([math.log(row.min_p) if row.min_p else FORBIDDEN for row in params], device=device),
     )
