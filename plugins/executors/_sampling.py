@@ -159,7 +159,7 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> Sampled:
     if drawn:
         wishes = [draws[row] for row in drawn]
         numbers = [uniform(wish.seed, wish.params.choice, wish.position) for wish in wishes]
-        picked = draw(logits if len(drawn) == len(draws) else logits[drawn], [wish.params for wish in wishes], numbers)
+        picked = draw(logits, drawn, [wish.params for wish in wishes], numbers)
         for row, token in zip(drawn, picked, strict=True):
             tokens[row] = token
     if not reported:

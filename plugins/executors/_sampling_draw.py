@@ -39,24 +39,24 @@ class Filter(NamedTuple):
 Way = Callable[[Tensor, Filter, Tensor], Tensor]
 
 
-def draw(logits: Tensor, params: Sequence[SamplingParams], numbers: Sequence[float]) -> list[int]:
-    """Sample every row of ``logits [rows, vocab]`` (float32, not changed) by one number in [0, 1) each."""
+def draw(logits: Tensor, rows: Sequence[int], params: Sequence[SamplingParams], numbers: Sequence[float]) -> list[int]:
+    """Sample these ``rows`` of ``logits [all rows, vocab]`` (float32, not changed) by one number in [0, 1) each."""
     vocab = logits.shape[1]
     groups: dict[Way, list[int]] = {}
-    for row, wish in enumerate(params):
-        groups.setdefault(_way(wish, vocab), []).append(row)
+    for place, wish in enumerate(params):
+        groups.setdefault(_way(wish, vocab), []).append(place)
     picked = [0] * len(params)
     for way, members in groups.items():
         for start in range(0, len(members), SLICE):
-            rows = members[start : start + SLICE]
-            wishes = [params[row] for row in rows]
-            mine = logits[rows]  # a copy
+            some = members[start : start + SLICE]
+            wishes = [params[place] for place in some]
+            mine = logits[[rows[place] for place in some]]  # a copy
             if any(wish.temperature != 1 for wish in wishes):
                 mine /= torch.tensor([[wish.temperature] for wish in wishes], device=mine.device)
-            uniform = torch.tensor([numbers[row] for row in rows], dtype=torch.float64, device=mine.device)
+            uniform = torch.tensor([numbers[place] for place in some], dtype=torch.float64, device=mine.device)
             tokens = way(mine, filter_of(wishes, vocab, mine.device), uniform).tolist()
-            for row, token in zip(rows, tokens, strict=True):
-                picked[row] = token
+            for place, token in zip(some, tokens, strict=True):
+                picked[place] = token
     return picked
 
 
