@@ -26,12 +26,14 @@ class Fleet:
     Attributes:
         client: speaks HTTP with them.
         prefill, decode: those of each side.
+        unseen: those that have not been looked at yet; none after the longest ``peer_timeout``.
     """
 
     def __init__(self, options: ProxyOptions) -> None:
         self._options = options
         self.prefill = [self._peer(address, "prefill") for address in options.prefill]
         self.decode = [self._peer(address, "decode") for address in options.decode]
+        self.unseen: set[Peer] = {*self.prefill, *self.decode}
         self.client: httpx.AsyncClient
         self._watching: list[asyncio.Task[None]] = []
         self._told: dict[tuple[Peer, Peer], str] = {}
@@ -90,6 +92,7 @@ class Fleet:
         while True:
             was = peer.ready
             misses = 0 if await self._look_safely(peer) else misses + 1
+            self.unseen.discard(peer)
             if was and not peer.ready:
                 log.warning("%s engine %s gets no requests: %s", peer.side, peer.url, peer.cause)
             rest = min(LONGEST_REST, FIRST_REST * 2 ** (misses - 1)) if misses else self._options.poll
