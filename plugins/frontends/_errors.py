@@ -9,7 +9,7 @@ from typing import Any
 from engine.core.errors import ConfigError, EngineDead, EngineError, InvalidRequest, QueueFull
 from engine.core.timeouts import QUEUE
 
-RETRY_AFTER_SECONDS = 1.0
+RETRY_AFTER_SECONDS = 1
 
 
 @dataclass
