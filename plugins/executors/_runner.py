@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ import torch as t
 from torch import Tensor
 
 from engine.core.batch import Batch
-from engine.core.continuation import Continuations
+from engine.core.continuation import Continuations, Row
 from engine.core.errors import ExecutionError, ModelError
 from engine.core.memory import KVLayout, layout_digest
 from engine.core.models.source import resolve
@@ -24,7 +23,7 @@ from engine.core.protocols import Attention, ModelInfo
 from engine.plugins.executors._model import LoadedModel, kv_bytes, load_model
 from engine.plugins.executors._packed import can_pack
 from engine.plugins.executors._paged import PagedLayers, active
-from engine.plugins.executors._sampling import draw_for, sample
+from engine.plugins.executors._sampling import Sampler
 from engine.plugins.executors._threads import threads
 from engine.plugins.executors._weights import Weights, chained, digest
 
@@ -42,7 +41,7 @@ class Runner:
         self.options = options
         self._model_name = model
         self._attention = attention
-        self._seed = seed
+        self._sampler = Sampler(seed)
         self._model: LoadedModel | None = None
         self._layers: PagedLayers | None = None
         self._page_size = 0
@@ -97,21 +96,17 @@ class Runner:
             raise ExecutionError("executor torch: load() and allocate() come before execute()")
         if not plan:
             return Outcome(plan, ())
-        rows = [row for row, wanted in enumerate(plan.samples) if wanted]
-        ends = list(itertools.accumulate(plan.counts))
-        starts, ids, positions = self._inputs(plan)
-        batch = Batch(starts=starts, counts=plan.counts, pages=plan.tables, page_size=self._page_size)
+        rows = self._continuations.rows(plan)
+        ids, positions = self._inputs(plan, rows)
+        wanted = self._sampler.wanted(plan, rows)
+        batch = Batch(
+            starts=[row.start for row in rows], counts=plan.counts, pages=plan.tables, page_size=self._page_size
+        )
         with threads(self.options.threads), t.inference_mode(), active(self._layers):
             self._attention.plan_batch(batch)
-            logits = self._model.run(ids, positions, t.tensor([ends[row] - 1 for row in rows], dtype=t.long))
-            draws = [draw_for(plan.requests[row], starts[row] + plan.counts[row], self._seed) for row in rows]
-            chosen, bad = sample(logits, draws) if rows else ([], [])
-        failed = {rows[index]: "the model's logits are not numbers (NaN)" for index in bad}
-        tokens: list[tuple[int, ...]] = [()] * len(plan.requests)
-        for row, token in zip(rows, chosen, strict=True):
-            if row not in failed:
-                tokens[row] = (token,)
-        return self._continuations.keep(Outcome(plan, tuple(tokens), failed))
+            logits = self._model.run(ids, positions, t.tensor(wanted.keep, dtype=t.long))
+            outcome = self._sampler.choose(logits, plan, rows, wanted)
+        return self._continuations.keep(outcome)
 
     def weights(self) -> dict[str, Tensor]:
         """A copy of every weight, by transformers' name, in the executor's dtype."""
@@ -168,15 +163,13 @@ class Runner:
         dtype: t.dtype = getattr(t, self.options.dtype)
         return dtype
 
-    def _inputs(self, plan: Plan) -> tuple[list[int], Tensor, Tensor]:
-        """Where each row starts; all rows' tokens and their positions, row after row, ``[sum(counts)]``."""
-        starts: list[int] = []
+    def _inputs(self, plan: Plan, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+        """All rows' tokens and their positions, row after row, ``[sum(counts)]``."""
         ids: list[int] = []
         positions: list[int] = []
-        for row, count in zip(self._continuations.rows(plan), plan.counts, strict=True):
-            starts.append(row.start)
+        for row, count in zip(rows, plan.counts, strict=True):
             ids += row.tokens
             positions += range(row.start, row.start + count)
         if len(ids) != len(positions):
             raise ExecutionError("the plan computes tokens that are not known yet")
-        return starts, t.tensor(ids, dtype=t.long), t.tensor(positions, dtype=t.long)
+        return t.tensor(ids, dtype=t.long), t.tensor(positions, dtype=t.long)

@@ -13,6 +13,7 @@ from engine.core.errors import ConfigError, ExecutionError
 from engine.core.memory import KVLayout
 from engine.core.plan import Outcome, Plan
 from engine.core.protocols import Attention, Context, Executor, ModelInfo, PluginOptions
+from engine.core.sampling import SAMPLING
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,6 +39,7 @@ class TorchExecutor(Executor):
     provides = frozenset({"model-runner"})
     uses_attention = True
     overlaps = True
+    sampling = SAMPLING
     Options = TorchOptions
 
     def __init__(self, options: Any = None) -> None:
