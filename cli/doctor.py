@@ -96,6 +96,8 @@ def plugins(loaded: LoadedConfig) -> Iterator[Finding]:
     """Whether each selected plugin works, all of them together, and what else is installed and does not."""
     from engine.core.capabilities import problem, report
     from engine.core.effective import checked_options, selected
+    from engine.core.handoff import check_role, with_role
+    from engine.core.protocols import Connector
     from engine.core.registry import Registry, build
 
     registry = Registry()
@@ -105,11 +107,16 @@ def plugins(loaded: LoadedConfig) -> Iterator[Finding]:
         try:
             found = registry.select(one.role, one.selection.name)
             checked_options(found, one, loaded.origins)
-            made.append(build(found, one.selection))
+            made.append(build(found, with_role(one.selection, found.cls, loaded.config.role)))
             made[-1].close()
             yield Finding("ok", one.role, "; ".join((f"{one.selection.name} ({found.origin})", *found.notes)))
         except EngineError as error:
             yield Finding("missing", one.role, str(error))
+    try:
+        connectors = [type(plugin) for plugin in made if isinstance(plugin, Connector)]
+        check_role(loaded.config.role, connectors, registry, loaded.origins.get("role", "default"))
+    except EngineError as error:
+        yield Finding("missing", "role", str(error))
     summary = report(made, registry)
     if len(made) == len(wanted):
         yield from (

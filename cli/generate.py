@@ -11,7 +11,7 @@ from engine.cli.flags import with_config
 from engine.core.config import LoadedConfig
 from engine.core.errors import EngineError
 
-SERVER_ONLY = ("frontend", "host", "port", "api_key", "heartbeat_timeout", "step_timeout")
+SERVER_ONLY = ("frontend", "role", "host", "port", "api_key", "heartbeat_timeout", "step_timeout")
 
 
 @with_config(without=(*SERVER_ONLY, "seed"), checked=True)

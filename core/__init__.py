@@ -5,6 +5,9 @@ Everything that a plugin needs is imported from here.
 
 from engine.core.assemble import assemble
 from engine.core.batch import Batch
+from engine.core.cache_events import CacheBatch, CacheEvent, CacheLog, CacheSnapshot, TooOld
+from engine.core.cache_index import CacheIndex
+from engine.core.cache_watch import CacheWatcher
 from engine.core.config import EngineConfig, Selection, load_config
 from engine.core.errors import (
     ConfigError,
@@ -60,6 +63,12 @@ __all__ = [
     "API_VERSION",
     "Attention",
     "Batch",
+    "CacheBatch",
+    "CacheEvent",
+    "CacheIndex",
+    "CacheLog",
+    "CacheSnapshot",
+    "CacheWatcher",
     "Candidate",
     "ConfigError",
     "Connector",
@@ -101,6 +110,7 @@ __all__ = [
     "State",
     "Step",
     "StepView",
+    "TooOld",
     "Transfer",
     "TransferEvent",
     "Wait",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from engine.core.capabilities import Report, label, report
 from engine.core.config import EngineConfig, Selection, parse_bytes
 from engine.core.errors import ConfigError
+from engine.core.handoff import check_role, with_role
 from engine.core.loop import EngineCore
 from engine.core.protocols import (
     ROLES,
@@ -25,6 +26,9 @@ from engine.core.protocols import (
 from engine.core.registry import Found, Registry, build
 from engine.core.values import hidden
 
+if TYPE_CHECKING:
+    from engine.core.cache_feed import CacheFeed
+
 log = logging.getLogger(__name__)
 
 DEFAULT_PAGES_WITHOUT_KV = 4096
@@ -32,7 +36,11 @@ P = TypeVar("P", bound=Plugin)
 
 
 def assemble(
-    config: EngineConfig, registry: Registry | None = None, *, core: type[EngineCore] = EngineCore
+    config: EngineConfig,
+    registry: Registry | None = None,
+    *,
+    core: type[EngineCore] = EngineCore,
+    directory: str | None = None,
 ) -> EngineCore:
     """Build an engine core. Everything is selected and checked before the model is loaded.
 
@@ -40,6 +48,7 @@ def assemble(
 
     Args:
         core: the class to build, e.g. one that records what it decides.
+        directory: where private sockets lie, if there are any (default: a new one, removed at the end).
 
     Raises:
         ConfigError: limits or options that contradict each other.
@@ -47,12 +56,24 @@ def assemble(
         ModelError: the model cannot be found or read.
     """
     choice = Choice(config, registry or Registry())
+    feed = None
     try:
         choice.pick()
-        return _build(config, choice, core)
+        feed = _feed(config, directory)
+        return _build(config, choice, core, feed)
     except BaseException:
         choice.close()
+        if feed is not None:
+            feed.close()
         raise
+
+
+def _feed(config: EngineConfig, directory: str | None) -> CacheFeed | None:
+    if config.cache_events == "off":
+        return None
+    from engine.core.cache_feed import feed_of
+
+    return feed_of(config, directory)
 
 
 class Choice:
@@ -73,6 +94,7 @@ class Choice:
             self._pick("policy", selection)
         for selection in config.connectors:
             self._pick("connector", selection)
+        check_role(config.role, map(type, self.of(Connector)), self._registry)
         self._pick("executor", config.executor)  # late: importing one may take seconds, a misspelt name should not
         if self.executor.uses_attention:
             self._pick("attention", config.attention)
@@ -81,6 +103,8 @@ class Choice:
 
     def _pick(self, role: str, selection: Selection) -> None:
         found = self._registry.select(role, selection.name)
+        if role == "connector":
+            selection = with_role(selection, found.cls, self._config.role)
         self.chosen.append((found, build(found, selection)))
 
     def of(self, role: Callable[..., P]) -> list[P]:
@@ -132,7 +156,7 @@ class Choice:
         self.chosen = []
 
 
-def _build(config: EngineConfig, choice: Choice, core: type[EngineCore]) -> EngineCore:
+def _build(config: EngineConfig, choice: Choice, core: type[EngineCore], feed: CacheFeed | None) -> EngineCore:
     executor = choice.executor
     model = choice.load()
     limits = size_limits(config, model, executor)
@@ -149,6 +173,7 @@ def _build(config: EngineConfig, choice: Choice, core: type[EngineCore]) -> Engi
         overlap=overlap,
         audit_every_step=config.audit,
         ask_seconds=config.ask_seconds,
+        cache_feed=feed,
         description={
             **_describe(choice.chosen, model, limits),
             "loop": "overlap" if overlap else "sync",

@@ -18,6 +18,7 @@ def check(core: EngineCore) -> None:
     core.pool.check()
     core.kv.check([*core.running, *core.exchange.stand_ins()])
     _numbers(core)
+    core.cache.check()
 
 
 def _fail(what: str) -> None:

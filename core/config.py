@@ -9,9 +9,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from engine.core.errors import ConfigError
 from engine.core.layers import Layers, One, Said
@@ -22,6 +31,18 @@ ENV_PREFIX = "ENGINE_"
 NEAR_MISS = 0.8  # how alike a foreign variable and a key must be to count as a misspelling
 KEY = re.compile(r"[\x21-\x7e]+")
 SECRETS = frozenset({"api_key"})
+
+
+def _a_size(value: str) -> str:
+    try:
+        parse_bytes(value)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+    return value
+
+
+Size = Annotated[str, AfterValidator(_a_size)]
+"""Bytes as people write them, e.g. ``512MiB``: what ``parse_bytes`` understands."""
 
 
 class Selection(BaseModel):
@@ -68,9 +89,12 @@ class EngineConfig(BaseModel):
     frontend: Selected = Field(Selection(name="openai"), description="what serves people")
     policies: SelectedMany = Field((), description="small plugins that answer one hook; the first is asked first")
     connectors: SelectedMany = Field((), description="what moves KV to other engines and tiers")
+    role: Literal["both", "prefill", "decode"] = Field(
+        "both", description="its part in a hand-off: compute prompts, go on with those of others, or both"
+    )
     page_size: int = Field(16, ge=1, le=1024, description="tokens a KV page")
     num_pages: int | None = Field(None, ge=1, description="KV pages in the pool (default: sized from kv_memory)")
-    kv_memory: str = Field("1GiB", description="memory for the KV pool, e.g. 512MiB, when num_pages is not given")
+    kv_memory: Size = Field("1GiB", description="memory for the KV pool, e.g. 512MiB, when num_pages is not given")
     max_model_len: int | None = Field(None, ge=2, description="most tokens of one request (default: the model's)")
     max_batch_tokens: int = Field(2048, ge=1, description="most tokens computed in one step")
     max_running: int = Field(64, ge=1, description="most requests that hold KV pages at once")
@@ -80,6 +104,15 @@ class EngineConfig(BaseModel):
     heartbeat_timeout: float = Field(5.0, gt=0, description="seconds without a sign of life: the engine is dead")
     step_timeout: float = Field(120.0, gt=0, description="seconds without a finished step: the engine is stuck")
     ask_seconds: float = Field(0.5, gt=0, description="seconds that one ask of a policy may take; more is a fault")
+    cache_events: str = Field(
+        "off", description="tell what is cached: off, on (over HTTP), or where to publish it too, e.g. tcp://HOST:PORT"
+    )
+    cache_events_replay: str | None = Field(
+        None, description="where subscribers ask for missed events (default: the port after that of cache_events)"
+    )
+    cache_events_topic: str = Field("cache", description="first frame of published cache events: names the engine")
+    cache_events_tokens: bool = Field(False, description="cache events tell token ids, salt and adapter (private!)")
+    cache_events_history: int = Field(65_536, ge=1, description="cache events kept for those that missed some")
     audit: bool = Field(False, description="full invariant check after every step (slow)")
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on (0: any free one)")
@@ -93,14 +126,15 @@ class EngineConfig(BaseModel):
         plain = isinstance(value, str) and name not in {*SECRETS, *ROLE_KEYS, *SINGULAR}
         return from_text(value, cls.model_fields[name].annotation) if plain else value
 
-    @field_validator("kv_memory")
+    @field_validator("cache_events")
     @classmethod
-    def _a_size(cls, value: str) -> str:
-        try:
-            parse_bytes(value)
-        except ConfigError as error:
-            raise ValueError(str(error).removeprefix("kv_memory: ")) from error
-        return value
+    def _a_place(cls, value: str) -> str:
+        return value if value in ("off", "on") else _endpoint(value)
+
+    @field_validator("cache_events_replay")
+    @classmethod
+    def _another_place(cls, value: str | None) -> str | None:
+        return None if value is None else _endpoint(value)
 
     @field_validator("api_key")
     @classmethod
@@ -118,6 +152,12 @@ class EngineConfig(BaseModel):
         if data["api_key"]:
             data["api_key"] = "***"
         return data
+
+
+def _endpoint(value: str) -> str:
+    if not re.fullmatch(r"tcp://\S+:[1-9]\d{0,4}|ipc://\S+", value):
+        raise ValueError("is no endpoint such as tcp://127.0.0.1:5557 or ipc:///run/engine/cache")
+    return value
 
 
 @dataclass(frozen=True)
@@ -268,5 +308,5 @@ def parse_bytes(text: str) -> int:
         if size <= 0:
             raise ValueError
     except (ValueError, KeyError) as error:
-        raise ConfigError(f"kv_memory: {text!r} is not a size such as 512MiB or 2GB") from error
+        raise ConfigError(f"{text!r} is not a size such as 512MiB or 2GB") from error
     return size

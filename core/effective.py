@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
 
 from engine.core.config import ROLE_KEYS, SINGULAR, EngineConfig, LoadedConfig, Selection, flag_of, keys_of
 from engine.core.errors import ConfigError, PluginError, suggest
+from engine.core.handoff import OPTION, check_role, with_role
 from engine.core.protocols import PluginOptions
 from engine.core.registry import Found, Registry
 from engine.core.values import HIDDEN, as_toml, is_secret
@@ -118,10 +119,18 @@ class Effective:
         registry = registry or Registry()
         self.config = loaded.config
         self.plugins: list[Chosen] = []
+        origins, whose = dict(loaded.origins), loaded.origins.get("role", DEFAULT)
         for one in selected(registry, loaded.config, fields):
             found = registry.select(one.role, one.selection.name)
-            self.plugins.append(Chosen(one, found, checked_options(found, one, loaded.origins)))
-        self.origins = {key: loaded.origins.get(key, DEFAULT) for key, _ in self.values()}
+            if one.role == "connector":
+                selection = with_role(one.selection, found.cls, loaded.config.role)
+                origins |= {} if selection is one.selection else {f"{one.key}.{OPTION}": whose}
+                one = replace(one, selection=selection)
+            self.plugins.append(Chosen(one, found, checked_options(found, one, origins)))
+        connectors = [chosen.found.cls for chosen in self.plugins if chosen.found.role == "connector"]
+        if "connectors" in fields:
+            check_role(loaded.config.role, connectors, registry, whose)
+        self.origins = {key: origins.get(key, DEFAULT) for key, _ in self.values()}
 
     def values(self) -> Iterator[tuple[str, Any]]:
         """(dotted key, plain value) of everything; the options of a plugin after its role. Secrets are ``***``."""

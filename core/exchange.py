@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 KV = "kv"  # what a parked request waits for
 REST = 0.0005  # seconds between two looks at the connectors while nothing can be computed
+LONG_REST = 0.02  # the same, while nobody waits for them: all that is open goes out
 PATIENCE = 5.0  # seconds
 RETRY = 16  # one in so many loads is tried although loading has been slower than computing
 
@@ -49,6 +50,7 @@ class Load:
     source: Connector | None = None  # who has the most of it
     found: str = ""  # the probe by which it found it
     upto: int = 0  # tokens that it has
+    costs: tuple[tuple[int, float], ...] = ()  # what it says that loading them takes
     stand_in: Request | None = None
     first: int = 0  # pages that were cached here when the transfer began
     pull: str = ""
@@ -75,12 +77,22 @@ class Exchange:
         self._pace = Pace()
         self.evicted = 0
 
+    @property
+    def connectors(self) -> list[Connector]:
+        """Those that load or save, each once."""
+        return list(dict.fromkeys([*self._sources, *self._sinks]))
+
     def __len__(self) -> int:
         return len(self._book) + len(self._loads) + self._book.unsaid
 
+    @property
+    def incoming(self) -> bool:
+        """Whether anything is open but what goes out."""
+        return len(self) > len(self._outgoing)
+
     def register(self, executor: Executor) -> None:
         """Show the connectors where KV memory lies. Raises ``ConfigError`` where the executor has none to show."""
-        connectors = list(dict.fromkeys([*self._sources, *self._sinks]))
+        connectors = self.connectors
         layout = executor.kv_layout() if connectors else None
         for connector in connectors:
             if layout is None:
@@ -95,12 +107,13 @@ class Exchange:
             )
 
     def stats(self) -> dict[str, int | float]:
-        """The connectors' own numbers."""
-        return {
+        """The connectors' own numbers, and what was measured of them."""
+        own = {
             f"connector_{self._core.hooks.name(one)}_{name}": value
-            for one in dict.fromkeys([*self._sources, *self._sinks])
-            for name, value in one.stats().items()
+            for one in self.connectors
+            for name, value in (*one.stats().items(), *self._pace.stats_of(one).items())
         }
+        return {**own, **(self._pace.stats() if self._sources else {})}
 
     def drain(self) -> bool:
         """Wait for what is open, for as long as a request would be kept waiting. True if nothing is open then.
@@ -108,10 +121,10 @@ class Exchange:
         What goes out may stay open: its pages are fenced and its keys name the weights that computed it.
         """
         until = time.monotonic() + max((source.patience for source in self._sources), default=PATIENCE)
-        while len(self) > len(self._outgoing) and time.monotonic() < until:
+        while self.incoming and time.monotonic() < until:
             self.move()
             time.sleep(REST)
-        return len(self) <= len(self._outgoing)
+        return not self.incoming
 
     def reset(self) -> None:
         """The keys of all content have changed. Mutates."""
@@ -195,7 +208,7 @@ class Exchange:
             log.warning("request %s: its prefix could not be looked up: %s", load.request.id, event.reason)
         if tokens > load.upto:
             self._unwanted(load)
-            load.source, load.upto, load.found = source, tokens, name
+            load.source, load.upto, load.found, load.costs = source, tokens, name, event.costs
         elif event.kind == "found":
             self._unwanted(Load(load.request, [], 0.0, source=source, found=name))
         if load.probes:
@@ -208,18 +221,22 @@ class Exchange:
             self._ready(load)
 
     def _worth(self, load: Load, source: Connector) -> bool:
-        """Whether it gives enough, and sooner than computing would. Now and then it is tried all the same.
+        """Whether it gives enough, and sooner than computing would; what is slower is cut off. Mutates ``load.upto``.
 
-        What is held for the request was computed for it on purpose: that it is fetched is settled.
+        Now and then all of it is tried all the same. What is held for the request was computed for it on purpose: that
+        it is fetched is settled.
         """
-        gain = load.upto - self._core.kv.match(load.request).tokens
-        if gain < max(self._core.limits.page_size, source.min_tokens):
+        cached = self._core.kv.match(load.request).tokens
+        least = cached + max(self._core.limits.page_size, source.min_tokens)
+        if load.upto < least:
             return False
         self._chances += 1
-        if source.holds or self._pace.worth(source) or not self._chances % RETRY:
+        if source.holds or not self._chances % RETRY:
             return True
-        self._core.counters.slow_loads += 1
-        return False
+        upto = self._pace.worth(source, cached, load.upto, load.costs)
+        self._core.counters.slow_loads += upto < load.upto
+        load.upto = upto - upto % self._core.limits.page_size
+        return load.upto >= least
 
     def _unwanted(self, load: Load) -> None:
         """What was found for it will not be loaded: whoever holds it for us is told. Mutates."""
@@ -235,8 +252,9 @@ class Exchange:
         tokens = request.tokens[: load.upto]
         stand_in = Request(
             id=f"{request.id}/{KV}", tokens=tokens, num_prompt=len(tokens), params=request.params,
-            max_total=len(tokens) + 1, namespace=request.namespace, adapter=request.adapter, priority=request.priority,
-            packed=request.packed_tokens(0, load.upto), state=State.PARKED, prefill_target=load.upto,
+            max_total=len(tokens) + 1, namespace=request.namespace, adapter=request.adapter, salt=request.salt,
+            priority=request.priority, packed=request.packed_tokens(0, load.upto), state=State.PARKED,
+            prefill_target=load.upto,
         )  # fmt: skip
         stand_in.pages = kv.adopt(stand_in, kv.match(stand_in))
         load.first = len(stand_in.pages)
@@ -259,7 +277,8 @@ class Exchange:
         """Publish what arrived, up to the first bad page, and let go of it."""
         core, kv, stand_in = self._core, self._core.kv, load.stand_in
         assert stand_in is not None
-        good = len(wish.pages) if event.kind == "done" else _good(wish.pages, event.failed_pages)
+        whole = event.kind == "done" and not event.failed_pages
+        good = len(wish.pages) if whole else _good(wish.pages, event.failed_pages)
         upto = (load.first + good) * core.limits.page_size
         stand_in.computed = stand_in.planned = stand_in.prefill_target = upto
         if good:
@@ -268,10 +287,10 @@ class Exchange:
             core.counters.loaded_tokens += good * core.limits.page_size
         kv.release(stand_in, keep=upto)
         load.stand_in = None
-        if good == len(wish.pages) and load.source is not None:
+        if whole and load.source is not None:
             tokens = len(wish.pages) * core.limits.page_size
             self._pace.loaded(load.source, core.roster.now() - load.begun, tokens)
-        if good < len(wish.pages):
+        if event.kind == "failed":
             core.counters.failed_loads += 1
             log.warning(
                 "request %s: %d of %d pages could not be loaded: %s",

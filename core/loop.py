@@ -6,14 +6,17 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.core import answers, audit, recovery, weights
 from engine.core.arbiter import Arbiter
+from engine.core.cache_desk import CacheDesk
+from engine.core.cache_events import CacheLog
 from engine.core.capabilities import label
+from engine.core.composing import composed
 from engine.core.containment import ASK_SECONDS, Naming, started
 from engine.core.errors import EngineDead, ExecutionError, InvariantViolation, QueueFull
-from engine.core.exchange import KV, REST, Exchange
+from engine.core.exchange import KV, LONG_REST, REST, Exchange
 from engine.core.explain import explain
 from engine.core.flight import Flight
 from engine.core.hooks import HookBus
@@ -32,7 +35,12 @@ from engine.core.step import Step
 from engine.core.watch import RequestWatch
 from engine.core.weights import WhileRunning
 
+if TYPE_CHECKING:
+    from engine.core.cache_feed import CacheFeed
+
 log = logging.getLogger(__name__)
+
+SHORT_REST = 0.001  # seconds
 
 
 class EngineCore:
@@ -55,6 +63,8 @@ class EngineCore:
         audit_every_step: bool = False,
         ask_seconds: float | Mapping[str, float] = ASK_SECONDS,
         clock: Callable[[], float] = time.monotonic,
+        cache_log: CacheLog | None = None,
+        cache_feed: CacheFeed | None = None,
         description: Mapping[str, Any] | None = None,
     ) -> None:
         self.limits = limits
@@ -65,6 +75,7 @@ class EngineCore:
         self.counters = Counters()
         self.roster = Roster(limits, model, clock)
         self.pool = PagePool(limits.num_pages, limits.page_size)
+        connectors = composed(connectors)
         watch = RequestWatch(lambda: self.requests) if audit_every_step else None
         members = [scheduler, kv, *connectors, *policies]
         self.hooks = HookBus(members, pool=self.pool, watch=watch, ask_seconds=ask_seconds)
@@ -83,10 +94,12 @@ class EngineCore:
         self._outbox: list[Delta] = []
         self.arbiter = Arbiter(self.roster, kv, self.pool, self.hooks)
         self.exchange = Exchange(self, connectors)
+        self.cache = CacheDesk(self, cache_log, cache_feed)
         self._results = ResultApplier(limits, kv, self.counters, overlap=overlap)
         context = Context(limits=limits, pool=self.pool, model=model)
         for plugin in self._plugins:
             started(plugin, context)
+        self.cache.open()
         self.exchange.register(executor)
         self.waiting.keep_sorted_by(scheduler.queue_key())
 
@@ -157,9 +170,6 @@ class EngineCore:
                 raise
             self._end_now(displaced, Finish.ABORT, "the queue is full and a more urgent request came")
             request = create()
-        request.salt = salt
-        if self.weights_epoch:  # the roster knows the model as it was loaded
-            weights.sign(request, self.model)
         if looks_up:
             self.exchange.look_up(request)
         self.counters.accepted += 1
@@ -210,6 +220,17 @@ class EngineCore:
         So whoever plans and commits by hand calls ``take_deltas`` after each commit: ``step`` does it by itself.
         """
         return bool(self.running or len(self.waiting) or self._outbox or self.exchange or len(self.flight))
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is left of any request that was ready, but KV that goes out (``step`` looks after it)."""
+        rest = self.running or len(self.waiting) or self._outbox or len(self.flight)
+        return not (rest or self.exchange.incoming)
+
+    @property
+    def rest(self) -> float:
+        """Seconds for which ``step`` need not be called after one that brought nothing, unless something new comes."""
+        return LONG_REST if self.exchange and self.settled and not self.parked else SHORT_REST
 
     def step(self) -> list[Delta]:
         """Plan, execute, commit; returns what is new for each request. A failing executor fails its plan's requests.
@@ -322,6 +343,8 @@ class EngineCore:
         self.exchange.committed(plan, finished)
         for request in finished:
             self._let_go(request)
+        if self.cache.watch is not None:
+            self.cache.settle()
         if self._audit:
             self.check()
 
@@ -332,6 +355,7 @@ class EngineCore:
         computes start again.
         """
         recovery.fail_step(self, plan, why)
+        self.cache.settle()
         if self._audit:
             self.check()
 
@@ -459,6 +483,7 @@ class EngineCore:
         plugins, self._plugins = self._plugins, []
         for plugin in reversed(plugins):
             plugin.close()
+        self.cache.close()
 
     # ---- inside
 

@@ -15,6 +15,26 @@ Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """The file without a name (a sealed memfd) in which all regions lie, so that processes of this user can map them.
+
+    Whoever may look into this process (the same user, with no stricter rule of the system's) could read its memory
+    anyway; this only makes it fast.
+
+    Args:
+        fd: the file, as long as whoever allocated it has not closed it.
+        size: its bytes. They can not become fewer: a mapping stays good.
+        start: address at which this process has mapped it, from its first byte on.
+        mark: random bytes with which it begins, so that a peer can tell that it has mapped the right one.
+    """
+
+    fd: int
+    size: int
+    start: int
+    mark: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class KVLayout:
     """A page's bytes are row ``page`` of every region, one region after the other.
 
@@ -22,10 +42,12 @@ class KVLayout:
         regions: views of the executor's memory itself, ``[num_pages, bytes a page]`` each, of contiguous rows. None at
             all where a model keeps no KV (``sim``): then only keys are moved.
         digest: of everything that shapes the bytes and is not in the content's keys: dtype, layers, page size, order.
+        shared: where the regions lie in memory that other processes can map; ``None``: they do not.
     """
 
     regions: tuple[Bytes, ...]
     digest: str
+    shared: SharedMemory | None = None
 
     @property
     def page_bytes(self) -> int:

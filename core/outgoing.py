@@ -41,6 +41,7 @@ class Outgoing:
         self._core, self._sinks, self._book, self._name = core, sinks, book, name
         self._open: dict[str, tuple[Connector, int]] = {}  # transfer id -> for whom, and how many pages
         self._chains: dict[Request, Chain] = {}
+        self._said: dict[Connector, str] = {}  # why the last transfer to it failed: told once
 
     def __len__(self) -> int:
         return len(self._open)
@@ -67,11 +68,15 @@ class Outgoing:
 
     def ended(self, wish: Transfer, event: TransferEvent) -> bool:
         """A transfer has ended; False if it was none of these. Mutates."""
-        if self._open.pop(wish.id, None) is None:
+        sink, _ = self._open.pop(wish.id, (None, 0))
+        if sink is None:
             return False
+        before = self._said.pop(sink, "")
         if event.kind == "failed":
             self._core.counters.failed_saves += 1
-            log.warning("request %s: its KV was not saved: %s", wish.request_id, event.reason)
+            self._said[sink] = event.reason
+            if event.reason != before:
+                log.warning("request %s: its KV was not saved: %s", wish.request_id, event.reason)
         return True
 
     def _save(self, request: Request) -> None:

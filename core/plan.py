@@ -204,7 +204,12 @@ class Transfer:
 class TransferEvent:
     """What became of a transfer: ``found`` (tokens available elsewhere), ``done``, or ``failed`` with a reason.
 
-    ``failed_pages`` of a pull are those that were not filled; the pages before the first of them are used. Empty: all.
+    ``failed_pages`` of a pull are those that were not filled; the pages before the first of them are used. A ``failed``
+    pull that names none has filled none. One that is ``done`` and names some ended as it was meant to, e.g. when its
+    time was up: that is no fault.
+
+    ``costs`` of a ``found``: what loading would take, as far as the connector knows: (tokens, seconds) of beginnings of
+    what it found, both rising. Empty: the core goes by what it measured itself.
     """
 
     transfer_id: str
@@ -212,6 +217,7 @@ class TransferEvent:
     tokens: int = 0
     failed_pages: tuple[int, ...] = ()
     reason: str = ""
+    costs: tuple[tuple[int, float], ...] = ()
 
 
 class Delta(NamedTuple):

@@ -23,6 +23,7 @@ from engine.core.request import Request
 from engine.core.values import from_text
 
 if TYPE_CHECKING:
+    from engine.core.cache_watch import CacheWatcher
     from engine.core.memory import KVLayout
     from engine.core.step import Step
 
@@ -144,6 +145,8 @@ class Connector(Plugin):
         min_tokens: fewer than so many tokens more than are cached here are not worth a transfer.
         saving_share: at most this part of the pool is fenced for what it saves; what is beyond is not handed to it.
         holds: what a probe finds is held for it elsewhere, so a ``cancel`` of the probe tells when it is not wanted.
+        notice: what a store calls, from any thread, with the keys that it keeps from now on or no longer keeps;
+            ``None`` where nobody listens. Set by the core, before ``register``.
     """
 
     loads: bool = False
@@ -152,12 +155,18 @@ class Connector(Plugin):
     min_tokens: int = 0
     saving_share: float = 0.25
     holds: bool = False
+    notice: Callable[[Literal["stored", "removed"], Sequence[bytes]], None] | None = None
 
     def register(self, layout: KVLayout) -> None:
         """Where KV memory lies. Called once, after ``start``, of a connector that loads or saves.
 
         The memory stays where it is until ``close``. Raise ``ConfigError`` where it cannot be worked with.
         """
+
+    def compose(self, others: Sequence[Connector]) -> Sequence[Connector]:
+        """Those of the other selected connectors that it drives itself: it starts and closes them, and the core knows
+        them no more. Called once, first of all. None by default. Raise ``ConfigError`` where they do not fit."""
+        return ()
 
     def describe(self) -> Mapping[str, Any]:
         """What others must know of it, e.g. where it listens: part of ``EngineCore.describe``. Called after
@@ -168,6 +177,14 @@ class Connector(Plugin):
         """Numbers of its own, for whoever watches: ``EngineCore.stats`` names them ``connector_NAME_…``. None by
         default."""
         return {}
+
+    def clear(self) -> int:
+        """Forget all that it keeps; returns the number of pages. Called on the engine's thread: at once.
+
+        Raises:
+            ConfigError: it keeps nothing that could be forgotten, or what others use, too (the default).
+        """
+        raise ConfigError(f"connector {self.name} has nothing that can be cleared from here")
 
 
 class Scheduler(Plugin, ABC):
@@ -328,6 +345,28 @@ class KVCache(Plugin, ABC):
 
         Raises ``InvariantViolation`` with what differs.
         """
+
+    def watch(self, watcher: CacheWatcher) -> bool:
+        """Tell this one of every page that can be matched from now on, and of every one that no longer can, at once.
+
+        Called at most once, after ``start``, and only where somebody wants to know. False where this cache does not
+        tell (the default).
+        """
+        return False
+
+    def contents(self) -> dict[int, bytes] | None:
+        """The key (``core.identity.page_digests``) of each page that can be matched. Does not mutate.
+
+        For comparison with what was told. ``None`` where this cache cannot say (the default).
+        """
+        return None
+
+    def peek(self, namespace: bytes, packed: bytes) -> int | None:
+        """How many whole pages of packed tokens are cached, from the first on. Changes nothing, not even recency.
+
+        ``None`` where this cache cannot say (the default).
+        """
+        return None
 
     def short(self, request: Request, upto: int) -> int:
         """Pages missing for the request to hold ``upto`` tokens. Does not mutate."""

@@ -15,7 +15,10 @@ from engine.core.validate import check_fields, validate
 
 
 class Roster:
-    """Live requests by id, and in one of three places: running (in order of admission), waiting, parked."""
+    """Live requests by id, and in one of three places: running (in order of admission), waiting, parked.
+
+    Attribute ``model``: under whose fingerprint new requests are keyed.
+    """
 
     def __init__(self, limits: Limits, model: ModelInfo, clock: Callable[[], float]) -> None:
         self.running: list[Request] = []
@@ -23,7 +26,7 @@ class Roster:
         self.parked: dict[str, Request] = {}
         self.live: dict[str, Request] = {}
         self._limits = limits
-        self._model = model
+        self.model = model
         self.now = clock
         self._arrivals = 0
         self._entries = 0
@@ -58,9 +61,10 @@ class Roster:
             params=params,
             max_total=min(max_total, longest),
             capped=max_total > longest,
-            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._model.eos_ids),
-            namespace=namespace_digest(self._model.fingerprint, adapter, salt),
+            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.model.eos_ids),
+            namespace=namespace_digest(self.model.fingerprint, adapter, salt),
             adapter=adapter,
+            salt=salt,
             priority=priority,
             arrival=self.now() if arrival is None else arrival,
             arrival_index=self._arrivals,

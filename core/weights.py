@@ -71,13 +71,9 @@ def renamed(core: EngineCore, fingerprint: str) -> ModelInfo:
     for request in reversed(list(core.running)):
         start_again(core, request)
     core.kv.reset()
-    model = replace(core.model, fingerprint=fingerprint)
+    core.cache.renamed(core.model.fingerprint)
+    model = core.roster.model = replace(core.model, fingerprint=fingerprint)
     for request in core.requests.values():
-        sign(request, model)
+        request.namespace = namespace_digest(fingerprint, request.adapter, request.salt)
         request.kv_state = None  # what a cache knew of it was under the old name
     return model
-
-
-def sign(request: Request, model: ModelInfo) -> None:
-    """Give the request the namespace that its model, adapter and salt make. Mutates."""
-    request.namespace = namespace_digest(model.fingerprint, request.adapter, request.salt)

@@ -116,6 +116,17 @@ class LLM:
         [stream] = self._open([self._encode(prompt)], [params or SamplingParams()])
         return ChunkStream(stream, self.step, self._abort)
 
+    def explain_cache(self, prompt: Prompt, *, salt: str = "", adapter: str = "") -> dict[str, Any]:
+        """How much of a prompt (text or token ids) is cached, and why no more: ``core.cache.explain``. Changes nothing.
+
+        Numbers, a flush and events of the cache are at ``core.cache``.
+
+        Raises:
+            InvalidRequest: no prompt could be so.
+        """
+        self._check()
+        return self.core.cache.explain(self._encode(prompt), salt=salt, adapter=adapter)
+
     # ---- life
 
     def step(self) -> bool:

@@ -17,12 +17,15 @@ from engine.core.errors import ConfigError, EngineDead, EngineError, InvalidRequ
 from engine.core.outputs import Chunk, Completion
 from engine.core.protocols import Limits, ModelInfo
 from engine.core.request import SamplingParams
+from engine.core.serve.cache import CacheClient
 from engine.core.serve.ledger import Ledger
 from engine.core.serve.link import Link
 from engine.core.serve.messages import (
     Abort,
     Add,
+    AskCache,
     AskStats,
+    CacheAnswer,
     Event,
     Outputs,
     Refused,
@@ -83,6 +86,7 @@ class AsyncEngine:
         model: what is served.
         tokenizer: of the served model; ``None`` where the simulated model has none.
         description: what was chosen (plugins, pages, limits).
+        cache: numbers of the cache, why something is not found, its events; and a flush.
         ledger: what is open, and counts of what was accepted and how it ended.
     """
 
@@ -93,6 +97,7 @@ class AsyncEngine:
         self.tokenizer: Tokenizer | None = None
         self.description: dict[str, Any] = {}
         self.ledger = Ledger()
+        self.cache = CacheClient(self)
         self._link: Link
         self._at_exit: weakref.finalize[[], AsyncEngine]
         self._numbers = itertools.count(1)
@@ -265,12 +270,18 @@ class AsyncEngine:
 
     async def stats(self) -> dict[str, int | float]:
         """The core's counters and gauges now. Raises ``EngineDead``, or ``EngineError`` where a step takes too long."""
-        try:
-            async with asyncio.timeout(STATS_SECONDS):
-                values: dict[str, int | float] = await self._ask(AskStats)
-                return values
-        except TimeoutError as error:
-            raise EngineError(f"the engine did not answer within {STATS_SECONDS:g} s") from error
+        values: dict[str, int | float] = await self._ask_soon(AskStats)
+        return values
+
+    async def ask_cache(self, what: str, **options: Any) -> dict[str, Any]:
+        """``CacheDesk.ask``, between two steps. Raises as it does, and as ``stats``."""
+        answer: CacheAnswer = await self._ask_soon(AskCache, what, options)
+        if answer.value is None:
+            if answer.kind == "InvalidRequest":
+                raise InvalidRequest(answer.field, answer.message)
+            kind: type[EngineError] = getattr(errors, answer.kind, EngineError)
+            raise kind(answer.message)
+        return answer.value
 
     async def update_weights(
         self, weights: NewWeights, *, running: WhileOpen = "refuse", version: str | None = None
@@ -299,7 +310,15 @@ class AsyncEngine:
 
     # ---- inside
 
-    async def _ask(self, question: type[AskStats] | type[UpdateWeights], *fields: Any) -> Any:
+    async def _ask_soon(self, question: type[AskStats] | type[AskCache], *fields: Any) -> Any:
+        """``_ask`` what is answered between two steps. Raises ``EngineError`` where a step takes too long."""
+        try:
+            async with asyncio.timeout(STATS_SECONDS):
+                return await self._ask(question, *fields)
+        except TimeoutError as error:
+            raise EngineError(f"the engine did not answer within {STATS_SECONDS:g} s") from error
+
+    async def _ask(self, question: type[AskStats] | type[AskCache] | type[UpdateWeights], *fields: Any) -> Any:
         """Send a question with a number of its own, and wait for the answer of that number."""
         self._bind()
         self._link.check()
@@ -338,7 +357,7 @@ class AsyncEngine:
                     self._link.send(abort)
             case Stats(number=number, values=values):
                 self._answer(number, values)
-            case Updated(number=number):
+            case CacheAnswer(number=number) | Updated(number=number):
                 self._answer(number, event)
             case Refused(request_id=request_id, field=name, message=message):
                 if (stream := self.ledger.open.get(request_id)) is not None:

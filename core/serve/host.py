@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence, Sized
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.core.errors import EngineError, InvalidRequest, QueueFull
 from engine.core.plan import Delta
@@ -13,7 +13,9 @@ from engine.core.request import Finish, SamplingParams
 from engine.core.serve.messages import (
     Abort,
     Add,
+    AskCache,
     AskStats,
+    CacheAnswer,
     Command,
     Event,
     Outputs,
@@ -25,6 +27,9 @@ from engine.core.serve.messages import (
     UpdateWeights,
 )
 
+if TYPE_CHECKING:
+    from engine.core.cache_desk import CacheDesk
+
 
 class Core(Protocol):
     """The part of ``engine.core.loop.EngineCore`` that serving needs."""
@@ -32,6 +37,14 @@ class Core(Protocol):
     @property
     def has_work(self) -> bool:
         """True while a step could bring news."""
+
+    @property
+    def settled(self) -> bool:
+        """True while nothing is left of its requests, but KV that goes out."""
+
+    @property
+    def rest(self) -> float:
+        """Seconds to wait for commands after a step that brought nothing."""
 
     @property
     def limits(self) -> Limits:
@@ -44,6 +57,10 @@ class Core(Protocol):
     @property
     def parked(self) -> Sized:
         """Requests that are not ready; they count against the queue's bound."""
+
+    @property
+    def cache(self) -> CacheDesk:
+        """What can be asked of its cache."""
 
     def add(
         self,
@@ -95,7 +112,7 @@ class Intake:
 
     def raised(self) -> UpdateWeights | None:
         """The update whose turn it is, if it is one's turn. Mutates: what came after it goes on."""
-        if self._backlog and isinstance(self._backlog[0], UpdateWeights) and not self._core.has_work:
+        if self._backlog and isinstance(self._backlog[0], UpdateWeights) and self._core.settled:
             update = self._backlog.popleft()
             assert isinstance(update, UpdateWeights)
             return update
@@ -173,7 +190,7 @@ class Host:
         if not self.busy:
             return None
         # A step without any output may mean that all live requests are parked: look again soon, but do not spin.
-        return 0.001 if self._quiet else 0.0
+        return self._core.rest if self._quiet else 0.0
 
     def _obey(self, command: Command) -> None:
         match command:
@@ -185,10 +202,20 @@ class Host:
                         self._core.abort(request_id, finish, detail)
             case AskStats(number=number):
                 self._emit(Stats(number, self._stats()))
+            case AskCache():
+                self._emit(self._of_cache(command))
             case UpdateWeights(running="finish"):
                 self._intake.bar(command)
             case UpdateWeights():
                 self._update(command, command.running)
+
+    def _of_cache(self, command: AskCache) -> CacheAnswer:
+        try:
+            return CacheAnswer(command.number, self._core.cache.ask(command.what, command.options))
+        except InvalidRequest as error:
+            return CacheAnswer(command.number, None, "InvalidRequest", error.field, error.message)
+        except EngineError as error:
+            return CacheAnswer(command.number, None, type(error).__name__, message=str(error))
 
     def _update(self, command: UpdateWeights, running: str) -> None:
         try:

@@ -57,11 +57,19 @@ class UpdateWeights(msgspec.Struct, frozen=True, tag=True):
     version: str | None = None
 
 
+class AskCache(msgspec.Struct, frozen=True, tag=True):
+    """``CacheDesk.ask``, between two steps. Answered with ``CacheAnswer`` of the same number."""
+
+    number: int
+    what: str
+    options: dict[str, Any]
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Stop after the step that runs now."""
 
 
-Command = Submit | Abort | AskStats | UpdateWeights | Shutdown
+Command = Submit | Abort | AskStats | AskCache | UpdateWeights | Shutdown
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -93,6 +101,16 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     values: dict[str, int | float]
 
 
+class CacheAnswer(msgspec.Struct, frozen=True, tag=True):
+    """What ``CacheDesk.ask`` answered, or the class, the field (of an ``InvalidRequest``) and the words of an error."""
+
+    number: int
+    value: dict[str, Any] | None
+    kind: str = ""
+    field: str = ""
+    message: str = ""
+
+
 class Updated(msgspec.Struct, frozen=True, tag=True):
     """What came of ``UpdateWeights``: the model as it is served now, or the class and the words of an error."""
 
@@ -117,7 +135,7 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
     trace: str = ""
 
 
-Event = Ready | Outputs | Refused | Stats | Updated | Heartbeat | Fatal
+Event = Ready | Outputs | Refused | Stats | CacheAnswer | Updated | Heartbeat | Fatal
 
 
 class Boot(msgspec.Struct, frozen=True):

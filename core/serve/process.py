@@ -109,7 +109,7 @@ def watch_parent(directory: str) -> None:
 def serve(boot: Boot, wire: Wire, pulse: Pulse) -> int:
     """Build the engine and run it to its end. Returns the exit code; every failure is told to the client first."""
     try:
-        core = assemble(EngineConfig.model_validate(boot.config))
+        core = assemble(EngineConfig.model_validate(boot.config), directory=boot.directory)
     except EngineError as error:
         wire.emit(Fatal(type(error).__name__, str(error)))
         return EXIT_REFUSED

@@ -23,7 +23,7 @@ class TransportError(Exception):
 
 
 class Motion(ABC):
-    """Bytes under way. One thread at a time uses it.
+    """Bytes under way. One thread at a time uses it, not always the same.
 
     Attribute ``reason``: why it failed.
     """
@@ -47,12 +47,14 @@ class Transport(ABC):
         name: which library, in messages.
         pushes: it writes into the peer's memory; otherwise it reads it.
         late_writes: bytes of a motion that was dropped, or that failed, may still arrive.
+        failed_is_final: of a motion that failed nothing arrives any more, also where ``late_writes``.
         most: pieces that one motion may have.
     """
 
     name: ClassVar[str]
     pushes: ClassVar[bool] = False
     late_writes: ClassVar[bool] = True
+    failed_is_final: ClassVar[bool] = False
     most: ClassVar[int] = 1024
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """``file``: pages in files, one each. They outlive the process: after a restart, or kill -9, the prefixes are warm.
 
-A file is written under another name and renamed, so that it is whole or not there. Its header names the layout and the
-key and carries a checksum of the bytes: whatever happened to a file, its content is used only if it is what was saved.
+A file is written under another name and renamed, so that it is whole or not there; it is a frame (``_frames``), so
+damage is found out.
 
     root/<layout digest>/<first two hex digits of the key>/<key in hex>
 """
@@ -9,30 +9,24 @@ key and carries a checksum of the bytes: whatever happened to a file, its conten
 from __future__ import annotations
 
 import os
-import struct
+import shutil
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from engine.core.config import parse_bytes
+from engine.core.config import Size
 from engine.core.errors import ConfigError
 from engine.core.memory import Bytes, KVLayout
+from engine.plugins.connectors._frames import HEADER, DamagedPage, header_of, unframed
 from engine.plugins.connectors._store import StoreConnector, StoreOptions
 
-MAGIC = b"sixhooks-page-1\n"
 UNFINISHED = 60.0  # seconds after which a file that nobody has renamed belongs to a process that died
-HEADER = struct.Struct("<16s32s32sQ16s")  # magic, layout digest, key, bytes, checksum
-
-
-class DamagedPage(Exception):
-    """A file is not what its name says: cut short, altered, or of another layout."""
+CLEARED = ".cleared"
 
 
 class FileStore(StoreConnector):
@@ -42,22 +36,13 @@ class FileStore(StoreConnector):
 
     class Options(StoreOptions):
         root: str = Field("", description="folder of the tier; engines of one kind may share it")
-        capacity: str = Field("8GiB", description="most bytes in files of this layout, e.g. 20GiB")
-
-        @field_validator("capacity")
-        @classmethod
-        def _a_size(cls, value: str) -> str:
-            try:
-                parse_bytes(value)
-            except ConfigError as error:
-                raise ValueError(str(error)) from error
-            return value
+        capacity: Size = Field("8GiB", description="most bytes in files of this layout, e.g. 20GiB")
 
     def __init__(self, options: Any = None) -> None:
         super().__init__(options)
         self._files: OrderedDict[bytes, None] = OrderedDict()  # the least recently used first
         self._lock = threading.Lock()
-        self._most = 0
+        self._most = self._cleared = 0
 
     def open(self, layout: KVLayout) -> None:
         """Find what earlier processes left. Raises ``ConfigError``."""
@@ -65,59 +50,43 @@ class FileStore(StoreConnector):
             raise ConfigError("connector file: option root is needed: the folder to keep pages in")
         self._folder = Path(self.options.root) / layout.digest
         self._size = HEADER.size + layout.page_bytes
-        self._digest = layout.digest.encode()
-        self._most = parse_bytes(self.options.capacity) // self._size
-        if not self._most:
-            raise ConfigError(
-                f"connector file: capacity {self.options.capacity} does not hold one page of {self._size} bytes"
-            )
+        self._most = self.room(self._size)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
+            for left in self._folder.parent.glob(f"{layout.digest}{CLEARED}*"):
+                shutil.rmtree(left, ignore_errors=True)
             found = sorted(self._scan())
         except OSError as error:
             raise ConfigError(f"connector file: root {self.options.root}: {error.strerror or error}") from error
         self._files = OrderedDict((key, None) for _, key in found)
+        self.told("stored", list(self._files))
 
-    def has(self, key: bytes) -> bool:
-        """Whether there is a file of this name, as far as this process knows."""
-        return key in self._files
+    def has_many(self, keys: Sequence[bytes]) -> int:
+        """How many of the first have a file, as far as this process knows."""
+        return next((at for at, key in enumerate(keys) if key not in self._files), len(keys))
 
-    def get(self, key: bytes) -> Bytes | None:
-        """Read and check a page. A damaged file is deleted. Raises ``DamagedPage`` and ``OSError``."""
-        path = self._path(key)
-        try:
-            data = path.read_bytes()
-        except FileNotFoundError:
-            self._forget(key)
-            return None
-        try:
-            content = self._checked(key, data)
-        except DamagedPage:
-            self._forget(key)
-            path.unlink(missing_ok=True)
-            raise
-        os.utime(path)
-        return content
+    def get_many(self, keys: Sequence[bytes]) -> Sequence[Bytes | Exception | None]:
+        """Read and check pages. A damaged file is deleted."""
+        found: list[Bytes | Exception | None] = []
+        for key in keys:
+            try:
+                found.append(self._read(key))
+            except (OSError, DamagedPage) as error:
+                found.append(error)
+            if not hasattr(found[-1], "nbytes"):
+                break
+        return found
 
-    def put(self, key: bytes, content: Bytes) -> None:
-        """Write a page beside its place and move it there. Raises ``OSError``, leaving nothing."""
-        path = self._path(key)
-        path.parent.mkdir(exist_ok=True)
-        beside = path.with_name(f"{path.name}.{os.getpid()}")
-        header = HEADER.pack(MAGIC, self._digest, key, content.nbytes, _checksum(content.data))
-        try:
-            with beside.open("wb") as file:
-                file.write(header)
-                file.write(content.data)
-            beside.replace(path)
-        except BaseException:
-            beside.unlink(missing_ok=True)
-            raise
-        with self._lock:
-            self._files[key] = None
-            gone = [self._files.popitem(last=False)[0] for _ in range(len(self._files) - self._most)]
-        for old in gone:
-            self._path(old).unlink(missing_ok=True)
+    def put_many(self, keys: Sequence[bytes], contents: Sequence[Bytes]) -> None:
+        """Write pages beside their places and move them there. Raises ``OSError``, leaving nothing of that page."""
+        for key, content in zip(keys, contents, strict=True):
+            self._write(key, content)
+            with self._lock:
+                self._files[key] = None
+                gone = [self._files.popitem(last=False)[0] for _ in range(len(self._files) - self._most)]
+                self.told("stored", [key])
+            for old in gone:
+                self._evict(old)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """The last page of a prefix is the first to go."""
@@ -126,15 +95,76 @@ class FileStore(StoreConnector):
                 if key in self._files:
                     self._files.move_to_end(key)
 
+    def forget_all(self) -> int:
+        """Set the folder aside, and delete it later."""
+        with self._lock:
+            keys = list(self._files)
+            self._files.clear()
+            self._cleared += 1
+            aside = self._folder.with_name(f"{self._folder.name}{CLEARED}.{os.getpid()}.{self._cleared}")
+            self._folder.replace(aside)
+            self._folder.mkdir(exist_ok=True)
+            self.told("removed", keys)
+
+        def delete() -> bool:
+            shutil.rmtree(aside, ignore_errors=True)
+            return False
+
+        self.later(delete)
+        return len(keys)
+
     # ---- inside
 
     def _path(self, key: bytes) -> Path:
         name = key.hex()
         return self._folder / name[:2] / name
 
+    def _read(self, key: bytes) -> Bytes | None:
+        path = self._path(key)
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            self._forget(key)
+            return None
+        try:
+            content = unframed(self._layout.digest, key, self._layout.page_bytes, data)
+        except DamagedPage:
+            self._forget(key)
+            path.unlink(missing_ok=True)
+            raise
+        os.utime(path)
+        return content
+
+    def _write(self, key: bytes, content: Bytes) -> None:
+        path = self._path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+        try:
+            with beside.open("wb") as file:
+                file.write(header_of(self._layout.digest, key, content))
+                file.write(content.data)
+            beside.replace(path)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
+
+    def _evict(self, key: bytes) -> None:
+        """Delete the file; whoever wants what is evicted is given it. Damage is nothing to hand on."""
+        content = None
+        if self.spill is not None:
+            try:
+                content = self._read(key)
+            except (OSError, DamagedPage) as error:
+                self.failed(error)
+        self._path(key).unlink(missing_ok=True)
+        self.told("removed", [key])
+        if content is not None and self.spill is not None:
+            self.spill([key], [content])
+
     def _forget(self, key: bytes) -> None:
         with self._lock:
             self._files.pop(key, None)
+            self.told("removed", [key])
 
     def _scan(self) -> Iterator[tuple[float, bytes]]:
         """(last use, key) of every file of the right size; what a process that died has left unfinished is deleted."""
@@ -145,18 +175,3 @@ class FileStore(StoreConnector):
                         path.unlink(missing_ok=True)
                 elif (state := path.stat()).st_size == self._size:
                     yield state.st_mtime, bytes.fromhex(path.name)
-
-    def _checked(self, key: bytes, data: bytes) -> Bytes:
-        if len(data) != self._size:
-            raise DamagedPage(f"{len(data)} bytes in a file that should have {self._size}")
-        magic, layout, name, size, checksum = HEADER.unpack_from(data)
-        if (magic, layout, name, size) != (MAGIC, self._digest, key, self._size - HEADER.size):
-            raise DamagedPage("the header names another page, layout or version")
-        content = memoryview(data)[HEADER.size :]
-        if _checksum(content) != checksum:
-            raise DamagedPage("the checksum does not fit the bytes")
-        return np.frombuffer(content, np.uint8)
-
-
-def _checksum(content: memoryview) -> bytes:
-    return blake2b(content, digest_size=16).digest()

@@ -7,10 +7,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from engine.core.config import parse_bytes
-from engine.core.errors import ConfigError
+from engine.core.config import Size
 from engine.core.memory import Bytes, KVLayout
 from engine.plugins.connectors._store import StoreConnector, StoreOptions
 
@@ -21,16 +20,7 @@ class HostStore(StoreConnector):
     name = "host"
 
     class Options(StoreOptions):
-        capacity: str = Field("1GiB", description="memory for pages, e.g. 512MiB")
-
-        @field_validator("capacity")
-        @classmethod
-        def _a_size(cls, value: str) -> str:
-            try:
-                parse_bytes(value)
-            except ConfigError as error:
-                raise ValueError(str(error)) from error
-            return value
+        capacity: Size = Field("1GiB", description="memory for pages, e.g. 512MiB")
 
     def __init__(self, options: Any = None) -> None:
         super().__init__(options)
@@ -40,26 +30,28 @@ class HostStore(StoreConnector):
 
     def open(self, layout: KVLayout) -> None:
         """Raises ``ConfigError`` where not even one page fits."""
-        self._most = parse_bytes(self.options.capacity) // max(1, layout.page_bytes)
-        if not self._most:
-            raise ConfigError(
-                f"connector host: capacity {self.options.capacity} does not hold one page of {layout.page_bytes} bytes"
-            )
+        self._most = self.room(layout.page_bytes)
 
-    def has(self, key: bytes) -> bool:
-        """Whether the page is in memory."""
-        return key in self._pages
+    def has_many(self, keys: Sequence[bytes]) -> int:
+        """How many of the first are in memory."""
+        return next((at for at, key in enumerate(keys) if key not in self._pages), len(keys))
 
-    def get(self, key: bytes) -> Bytes | None:
-        """The page itself: nobody writes to it."""
-        return self._pages.get(key)
+    def get_many(self, keys: Sequence[bytes]) -> Sequence[Bytes | None]:
+        """The pages themselves: nobody writes to them."""
+        return [self._pages.get(key) for key in keys]
 
-    def put(self, key: bytes, content: Bytes) -> None:
-        """Keep a page, for another one if need be."""
+    def put_many(self, keys: Sequence[bytes], contents: Sequence[Bytes]) -> None:
+        """Keep pages, for others if need be."""
+        gone: list[tuple[bytes, Bytes]] = []
         with self._lock:
-            while len(self._pages) >= self._most:
-                self._pages.popitem(last=False)
-            self._pages[key] = content
+            for key, content in zip(keys, contents, strict=True):
+                self._pages[key] = content
+            while len(self._pages) > self._most:
+                gone.append(self._pages.popitem(last=False))
+            self.told("stored", keys)
+            self.told("removed", [key for key, _ in gone])
+        if gone and self.spill is not None:
+            self.spill([key for key, _ in gone], [content for _, content in gone])
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """The last page of a prefix is the first to go: without those before it, it is worth nothing."""
@@ -67,6 +59,14 @@ class HostStore(StoreConnector):
             for key in reversed(keys):
                 if key in self._pages:
                     self._pages.move_to_end(key)
+
+    def forget_all(self) -> int:
+        """Give the memory back."""
+        with self._lock:
+            keys = list(self._pages)
+            self._pages.clear()
+            self.told("removed", keys)
+        return len(keys)
 
     def close(self) -> None:
         """Give the memory back."""

@@ -6,6 +6,7 @@ or a step of one of several engines in this process) is looked up in a context v
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from engine.core.errors import ExecutionError, ModelError
 from engine.core.protocols import Attention
+from engine.plugins.executors._shared import zeros
 
 IMPLEMENTATION = "engine_paged"
 
@@ -109,24 +111,31 @@ class Probe:
 
 
 class PagedLayers:
-    """All layers' KV memory, and the attention plugin that works on it."""
+    """All layers' KV memory, and the attention plugin that works on it.
+
+    Attribute ``shared``: where it lies for other processes; ``None``: it does not.
+    """
 
     def __init__(
         self, attention: Attention, shapes: Sequence[LayerShape], num_pages: int, page_size: int, dtype: torch.dtype
     ) -> None:
         self._attention = attention
-        self._pages = {
-            shape.layer: (
-                torch.zeros(num_pages, page_size, shape.kv_heads, shape.k_dim, dtype=dtype),
-                torch.zeros(num_pages, page_size, shape.kv_heads, shape.v_dim, dtype=dtype),
-            )
-            for shape in shapes
-        }
+        sides = [
+            (num_pages, page_size, shape.kv_heads, size) for shape in shapes for size in (shape.k_dim, shape.v_dim)
+        ]
+        tensors, self.shared = zeros(sides, dtype)
+        self._pages = {shape.layer: (tensors[2 * at], tensors[2 * at + 1]) for at, shape in enumerate(shapes)}
 
     @property
     def pages(self) -> dict[int, tuple[Tensor, Tensor]]:
         """Layer index -> its K and V, ``[num_pages, page_size, kv_heads, head_dim]``: the memory itself, no copy."""
         return self._pages
+
+    def close(self) -> None:
+        """No further process can map the memory. Idempotent."""
+        if self.shared is not None:
+            os.close(self.shared.fd)
+            self.shared = None
 
     def __call__(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, kwargs: dict[str, Any]

@@ -109,6 +109,8 @@ class Runner:
         """Allocate K and V of every layer, zeroed, ``[num_pages, page_size, kv_heads, head_dim]``. Mutates."""
         if self._model is None:
             raise ExecutionError("executor torch: load() comes before allocate()")
+        if self._layers is not None:
+            self._layers.close()
         self._layers = PagedLayers(self._attention, self._model.layers, num_pages, page_size, self._dtype)
         self._page_size = page_size
 
@@ -164,6 +166,8 @@ class Runner:
     def close(self) -> None:
         """Free weights and KV memory. Idempotent."""
         self._model = None
+        if self._layers is not None:
+            self._layers.close()
         self._layers = None
 
     @property
@@ -178,7 +182,8 @@ class Runner:
             return None
         shapes = [tuple(tensor.shape[1:]) for tensor in tensors]
         digest = layout_digest(executor="torch", dtype=tensors[0].dtype, order="K, V a layer", shapes=shapes)
-        return KVLayout(tuple(tensor.view(t.uint8).flatten(1).numpy() for tensor in tensors), digest)
+        regions = tuple(tensor.view(t.uint8).flatten(1).numpy() for tensor in tensors)
+        return KVLayout(regions, digest, None if self._layers is None else self._layers.shared)
 
     @property
     def _loaded(self) -> LoadedModel:

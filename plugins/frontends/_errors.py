@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.core.errors import EngineDead, EngineError, InvalidRequest, QueueFull
+from engine.core.errors import ConfigError, EngineDead, EngineError, InvalidRequest, QueueFull
 
 RETRY_AFTER_SECONDS = 1
 
@@ -38,6 +38,8 @@ def as_http(error: Exception) -> HTTPError:
             return HTTPError(429, str(error), "rate_limit_error", code="queue_full", headers=headers)
         case EngineDead():
             return HTTPError(503, f"the engine is not available: {error}", "server_error", code="engine_dead")
+        case ConfigError():
+            return HTTPError(409, str(error), code="not_available")
         case EngineError():
             return HTTPError(500, str(error), "server_error", code="engine_error")
         case _:

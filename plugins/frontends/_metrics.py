@@ -35,7 +35,7 @@ COUNTERS = {
     "failed_saves": ("engine_failed_saves", "Transfers to connectors that failed"),
     "unsaved_pages": ("engine_unsaved_pages", "KV pages not handed to connectors, which had enough to save"),
 }
-SCHEDULER = "scheduler_"
+SCHEDULER, CONNECTOR = "scheduler_", "connector_"
 LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
@@ -69,11 +69,7 @@ class Snapshot(Collector):
         for key, (name, words) in COUNTERS.items():
             yield CounterMetricFamily(name, words, value=self.stats.get(key, 0))
         yield from plugin_families(self.stats)
-        own = GaugeMetricFamily("engine_scheduler", "Numbers of the scheduler's own, by name", labels=["name"])
-        for key, value in self.stats.items():
-            if key.startswith(SCHEDULER):
-                own.add_metric([key.removeprefix(SCHEDULER)], value)
-        yield own
+        yield from own_families(self.stats)
 
 
 def plugin_families(stats: Mapping[str, int | float]) -> Iterable[Metric]:
@@ -94,6 +90,21 @@ def plugin_families(stats: Mapping[str, int | float]) -> Iterable[Metric]:
             disabled.add_metric([key.removeprefix(STAT_DISABLED)], value)
     yield faults
     yield disabled
+
+
+def own_families(stats: Mapping[str, int | float]) -> Iterable[Metric]:
+    """Numbers that the scheduler and the connectors keep of themselves."""
+    scheduler = GaugeMetricFamily("engine_scheduler", "Numbers of the scheduler's own, by name", labels=["name"])
+    connector = GaugeMetricFamily(
+        "engine_connector", "Numbers of a connector's own, by name", labels=["connector", "name"]
+    )
+    for key, value in stats.items():
+        if key.startswith(SCHEDULER):
+            scheduler.add_metric([key.removeprefix(SCHEDULER)], value)
+        elif key.startswith(CONNECTOR):
+            connector.add_metric(key.removeprefix(CONNECTOR).split("_", 1), value)
+    yield scheduler
+    yield connector
 
 
 class Metrics:

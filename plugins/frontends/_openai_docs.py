@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
+from engine.plugins.frontends._cache_routes import BODIES as CACHE_BODIES
 from engine.plugins.frontends._openai_schema import ChatRequest, CompletionRequest, Sampling
 
 BODIES: dict[str, type[Sampling]] = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest}
@@ -22,11 +24,12 @@ def describe_bodies(app: FastAPI) -> None:
             [(model, "validation") for model in BODIES.values()], ref_template="#/components/schemas/{model}"
         )
         document.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
-        for path, model in BODIES.items():
-            reference = {"$ref": f"#/components/schemas/{model.__name__}"}
+        _, of_cache = msgspec.json.schema_components(CACHE_BODIES.values(), ref_template="#/components/schemas/{name}")
+        document["components"]["schemas"].update(of_cache)
+        for path, name in {path: model.__name__ for path, model in {**BODIES, **CACHE_BODIES}.items()}.items():
             document["paths"][path]["post"]["requestBody"] = {
-                "required": True,
-                "content": {"application/json": {"schema": reference}},
+                "required": name != "FlushRequest",
+                "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}},
             }
         return document
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import re
+import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -22,12 +22,14 @@ from engine.core.outputs import Chunk, Completion
 from engine.core.serve.client import Ask, AsyncEngine
 from engine.core.serve.streams import Gather, Group
 from engine.core.serve.text import encode
+from engine.plugins.frontends._about import about, health_of
+from engine.plugins.frontends._cache_routes import CacheRoutes
 from engine.plugins.frontends._errors import HTTPError, as_http, failed
 from engine.plugins.frontends._metrics import Metrics
 from engine.plugins.frontends._openai_answers import Answers, ChatAnswers
 from engine.plugins.frontends._openai_docs import describe_bodies
 from engine.plugins.frontends._openai_schema import ChatRequest, CompletionRequest, Sampling
-from engine.plugins.frontends._wire import ClientGone, EventStream, json_response, read_body, until_gone
+from engine.plugins.frontends._wire import ClientGone, EventStream, authorize, json_response, read_body, until_gone
 
 log = logging.getLogger(__name__)
 
@@ -62,18 +64,22 @@ class Routes:
         self._max_body = max_body_bytes
         self._patience = slow_reader_s
         self._created = int(time.time())
+        self._incarnation = secrets.token_hex(8)
 
     def app(self) -> FastAPI:
         """The ASGI application."""
+        cache = CacheRoutes(self.engine, max_body_bytes=self._max_body, patience=self._patience, failure=self._failure)
         app = FastAPI(title="Sixhooks", version=version("sixhooks"), docs_url=None, redoc_url=None)
         for path, method, handler, guarded in (
             ("/v1/chat/completions", "POST", self.chat, True),
             ("/v1/completions", "POST", self.completions, True),
             ("/v1/models", "GET", self.models, True),
             ("/v1/models/{name:path}", "GET", self.model, True),
+            ("/v1/engine", "GET", self.describe, True),
             ("/health", "GET", self.health, False),
             ("/metrics", "GET", self.scrape, False),
             ("/version", "GET", self.version, False),
+            *cache.routes(),
         ):
             app.add_api_route(
                 path, self._safely(handler, guarded), methods=[method], response_model=None, name=handler.__name__
@@ -101,11 +107,14 @@ class Routes:
         self._check_model(request.path_params["name"])
         return json_response(self._model_card())
 
+    async def describe(self, request: Request) -> Response:
+        """What this engine is, for whoever routes requests. Always 200."""
+        return json_response(about(self.engine, self.name, self._incarnation))
+
     async def health(self, request: Request) -> Response:
         """200 while the engine lives and gets on, else 503 with the cause."""
-        health = self.engine.health()
-        body = {"status": "ok" if health.ok else "dead", "cause": health.cause, "open_requests": health.open_requests}
-        return json_response(body, 200 if health.ok else 503)
+        body = health_of(self.engine)
+        return json_response(body, 200 if body["status"] == "ok" else 503)
 
     async def scrape(self, request: Request) -> Response:
         """Prometheus metrics. Never fails because of the engine."""
@@ -225,7 +234,7 @@ class Routes:
         async def endpoint(request: Request) -> Response:
             try:
                 if guarded:
-                    self._authorize(request)
+                    authorize(request, self._key)
                 return await handler(request)
             except ClientGone:
                 return Response(status_code=CLIENT_CLOSED)
@@ -252,17 +261,6 @@ class Routes:
         code = "method_not_allowed" if error.status_code == 405 else "not_found"
         words = f"{error.detail}: {request.method} {request.url.path}"
         return self._refusal(request, HTTPError(error.status_code, words, code=code, headers=dict(error.headers or {})))
-
-    def _authorize(self, request: Request) -> None:
-        if self._key is None:
-            return
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self._key.encode()):
-            return
-        words = "the API key is wrong" if given else "an API key is required: Authorization: Bearer KEY"
-        raise HTTPError(
-            401, words, "authentication_error", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
-        )
 
     def _check_model(self, name: str) -> None:
         if name not in self._names:

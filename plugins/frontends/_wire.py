@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -48,6 +49,17 @@ async def read_body(request: Request, limit: int) -> bytes:
     if size > limit:
         raise too_large
     return b"".join(pieces)
+
+
+def authorize(request: Request, key: str | None) -> None:
+    """Raise ``HTTPError`` 401 where the request does not carry the key; ``None``: nobody needs one."""
+    if key is None:
+        return
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), key.encode()):
+        return
+    words = "the API key is wrong" if given else "an API key is required: Authorization: Bearer KEY"
+    raise HTTPError(401, words, "authentication_error", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

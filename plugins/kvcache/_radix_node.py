@@ -61,3 +61,12 @@ def path(node: Node) -> Iterator[Node]:
     while node.parent is not None:
         yield node
         node = node.parent
+
+
+def below(root: Node) -> Iterator[Node]:
+    """All nodes below this one, parents first, children in their order."""
+    stack = list(reversed(root.children.values()))
+    while stack:
+        node = stack.pop()
+        yield node
+        stack.extend(reversed(node.children.values()))

@@ -61,6 +61,11 @@ class Sessions:
         self._leave(node, session)
         self._tree.cool(node)
 
+    def clear(self) -> None:
+        """Every session is over. Mutates."""
+        for session in list(self._last):
+            self.forget(session)
+
     def evicted(self, node: Node, parent: Node) -> None:
         """A leaf is gone from below ``parent``: sessions that ended there end a node earlier. Mutates."""
         for session in self._ends.pop(node, ()):

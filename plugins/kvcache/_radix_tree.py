@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from engine.core.errors import InvariantViolation
-from engine.plugins.kvcache._radix_node import STRATEGIES, Node, path
+from engine.plugins.kvcache._radix_node import LEAF, STRATEGIES, Node, below, path
 
 Entry = tuple[Any, int, Node]
 """In the order of eviction: the strategy's key of a leaf, a number that makes entries unlike, the leaf."""
@@ -34,6 +34,7 @@ class RadixTree:
         evictable: pages on no pinned path.
         protected: pages on a pinned path.
         count: nodes, the root not counted.
+        cut: roots of what was cut off while it was pinned: never found again, and gone once nobody pins it.
     """
 
     def __init__(self, page_size: int, strategy: str = "lru", *, keeps_warm: bool = False) -> None:
@@ -42,6 +43,7 @@ class RadixTree:
         self.evictable = 0
         self.protected = 0
         self.count = 0
+        self.cut: list[Node] = []
         self._page = page_size * TOKEN_BYTES
         order = STRATEGIES[strategy]
         self._order = (lambda node: (node.warm > 0, order(node))) if keeps_warm else order
@@ -70,6 +72,20 @@ class RadixTree:
             end = min(end, limit * page)
         node, at = self._walk(key, namespace, end, None, known)
         return node, at // page
+
+    def peek(self, key: bytes, namespace: bytes) -> int:
+        """The length of the longest prefix there is, in whole pages. Does not mutate, not even recency."""
+        page, at, node = self._page, 0, self.root
+        end = len(key) // page * page
+        branch = namespace + key[:page]
+        while at < end and (child := node.children.get(branch)) is not None:
+            upto = min(at + len(child.key), end)
+            common = self._common(child.key, key, at, upto)
+            at += common
+            if common < len(child.key):
+                break
+            node, branch = child, key[at : at + page]
+        return at // page
 
     def pages(self, node: Node) -> list[int]:
         """The pages from the root down to the end of a node. Does not mutate."""
@@ -172,6 +188,26 @@ class RadixTree:
             self._offer(parent)
         return True
 
+    def cut_off(self) -> None:
+        """What is in the tree now is never found again: those who pin it keep it, the rest can be evicted. Mutates."""
+        if self.root.children:
+            old = Node(None, b"", b"", [], 0)
+            old.locks, old.children, self.root.children = 1, self.root.children, LEAF
+            for child in old.children.values():
+                child.parent = old
+            self.cut.append(old)
+
+    def is_cut(self, node: Node) -> bool:
+        """Whether the node was cut off. Does not mutate."""
+        while node.parent is not None:
+            node = node.parent
+        return node is not self.root
+
+    def fallen(self) -> list[Node]:
+        """Evictable leaves of what was cut off. Mutates: forgets roots that have nothing left."""
+        self.cut = [root for root in self.cut if root.children]
+        return [node for root in self.cut for node in below(root) if not node.locks and not node.children]
+
     # ---- eviction order
 
     def victims(self, need: int) -> list[Node]:
@@ -207,12 +243,9 @@ class RadixTree:
         return sorted(found, key=self._order)
 
     def nodes(self) -> Iterator[Node]:
-        """All nodes below the root, parents first, children in the tree's order."""
-        stack = list(reversed(self.root.children.values()))
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(reversed(node.children.values()))
+        """All nodes, parents first, children in the tree's order; those that were cut off come last."""
+        for root in (self.root, *self.cut):
+            yield from below(root)
 
     # ---- audit
 

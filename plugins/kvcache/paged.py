@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
@@ -27,6 +28,9 @@ from engine.core.identity import page_digests
 from engine.core.plan import Candidate, KVNumbers
 from engine.core.protocols import Context, KVCache, Match, PluginOptions, Publication
 from engine.core.request import Request
+
+if TYPE_CHECKING:
+    from engine.core.cache_watch import CacheWatcher
 
 
 class _Chain:
@@ -62,6 +66,7 @@ class PagedCache(KVCache):
         self._page_of: dict[bytes, int] = {}  # the oldest page with this key
         self._copies: dict[bytes, list[int]] = {}  # younger ones: pages computed twice are both kept
         self._idle: dict[int, None] = {}  # insertion order is the order of eviction
+        self._watcher: CacheWatcher | None = None
 
     # ---- the protocol
 
@@ -117,6 +122,9 @@ class PagedCache(KVCache):
             if page_of.setdefault(digest, page) != page:
                 self._copies.setdefault(digest, []).append(page)
         chain.published = full
+        if self._watcher is not None:
+            parent = chain.digests[first - 1] if first else None
+            self._watcher.stored(request, first, request.pages[first:full], chain.digests[first:full], parent)
         return Publication(keys)
 
     def unpublish(self, keys: Sequence[object]) -> None:
@@ -127,6 +135,8 @@ class PagedCache(KVCache):
             page, digest = key
             if self._key_of[page] == digest:
                 self._forget(page)
+                if self._watcher is not None:
+                    self._watcher.removed((page,))
                 if page in self._idle:
                     del self._idle[page]
                     self._pool.give((page,))
@@ -158,19 +168,9 @@ class PagedCache(KVCache):
 
     def drop(self, keys: Iterable[object], need: int | None = None) -> int:
         """Idle pages by number lose their keys and return to the pool. Mutates."""
-        idle = self._idle
-        chosen = dict.fromkeys([page for page in keys if isinstance(page, int) and page in idle])
-        dropped = list(islice(chosen, need))
-        key_of, page_of, copies = self._key_of, self._page_of, self._copies
-        for page in dropped:
-            del idle[page]
-            digest = key_of[page]
-            if digest is None or digest in copies:
-                self._forget(page)
-            else:
-                key_of[page] = None
-                del page_of[digest]
-        self._pool.give(dropped)
+        dropped = self._drop(keys, need)
+        if dropped and self._watcher is not None:
+            self._watcher.removed(dropped)
         return len(dropped)
 
     def numbers(self) -> KVNumbers:
@@ -184,10 +184,26 @@ class PagedCache(KVCache):
 
     def reset(self) -> None:
         """Drop everything idle; pages in use lose their keys and are not matched again. Mutates."""
-        self.drop(list(self._idle))
+        self._drop(list(self._idle), None)
         for page, key in enumerate(self._key_of):
             if key is not None:
                 self._forget(page)
+        if self._watcher is not None:
+            self._watcher.cleared()
+
+    def watch(self, watcher: CacheWatcher) -> bool:
+        """Tells of pages as they get and lose their keys. Mutates."""
+        self._watcher = watcher
+        return True
+
+    def contents(self) -> dict[int, bytes]:
+        """The pages that have keys. Does not mutate."""
+        return {page: key for page, key in enumerate(self._key_of) if key is not None}
+
+    def peek(self, namespace: bytes, packed: bytes) -> int:
+        """Pages whose keys are known, up to the first whose is not. Does not mutate."""
+        keys = page_digests(namespace, packed, self._page_size) if self.caching else []
+        return next((at for at, key in enumerate(keys) if key not in self._page_of), len(keys))
 
     def check(self, requests: Iterable[Request]) -> None:
         """Reference counts equal the page tables; keys, idle pages and the pool agree. Does not mutate."""
@@ -224,6 +240,22 @@ class PagedCache(KVCache):
             parent = digests[-1] if digests else request.namespace
             digests += page_digests(parent, request.packed_tokens(known * size, count * size), size)
         return digests
+
+    def _drop(self, keys: Iterable[object], need: int | None) -> list[int]:
+        idle = self._idle
+        chosen = dict.fromkeys([page for page in keys if isinstance(page, int) and page in idle])
+        dropped = list(islice(chosen, need))
+        key_of, page_of, copies = self._key_of, self._page_of, self._copies
+        for page in dropped:
+            del idle[page]
+            digest = key_of[page]
+            if digest is None or digest in copies:
+                self._forget(page)
+            else:
+                key_of[page] = None
+                del page_of[digest]
+        self._pool.give(dropped)
+        return dropped
 
     def _forget(self, page: int) -> None:
         digest = self._key_of[page]

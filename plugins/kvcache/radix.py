@@ -15,32 +15,39 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from engine.core.errors import ConfigError, InvariantViolation
+from engine.core.identity import page_digests
 from engine.core.plan import Candidate, KVNumbers
 from engine.core.protocols import Context, KVCache, Match, PluginOptions, Publication
 from engine.core.request import Request
-from engine.plugins.kvcache._radix_node import Node, path
+from engine.plugins.kvcache._radix_node import Node, below, path
 from engine.plugins.kvcache._radix_sessions import Sessions
 from engine.plugins.kvcache._radix_tree import TOKEN_BYTES, RadixTree
+
+if TYPE_CHECKING:
+    from engine.core.cache_watch import CacheWatcher
 
 
 class Hold:
     """What the cache knows of a request: its tokens as a key, and what it pins: ``pages`` pages, down to ``node``.
 
-    ``found`` is the last look-up's node and length in pages: whoever waits is looked up again and again.
+    ``found`` is the last look-up's node and length in pages: whoever waits is looked up again and again. ``digests``
+    are those of its first pages, where somebody watches.
     """
 
-    __slots__ = ("found", "key", "node", "pages")
+    __slots__ = ("digests", "found", "key", "node", "pages", "resets")
 
     def __init__(self, key: bytes) -> None:
         self.key = key
         self.node: Node | None = None
         self.pages = 0
         self.found: tuple[Node, int] | None = None
+        self.resets = 0  # of the cache, when ``found`` was
+        self.digests: list[bytes] = []
 
 
 class RadixCache(KVCache):
@@ -78,6 +85,8 @@ class RadixCache(KVCache):
         self.tree = RadixTree(self._page_size, self.options.eviction_policy, keeps_warm=slots > 0)
         self.sessions = Sessions(self.tree, slots, self.options.session_ttl, self.clock) if slots else None
         self._private = 0
+        self._resets = 0
+        self._watcher: CacheWatcher | None = None
 
     # ---- the protocol
 
@@ -122,6 +131,8 @@ class RadixCache(KVCache):
             return Publication()
         before = hold.node
         assert before is not None
+        if self.tree.cut and self.tree.is_cut(before):  # it goes on with what a reset forgot
+            return Publication()
         node = self._insert(request, hold, full, chunked=upto < request.prefill_target)
         self.tree.lock(node)
         self.tree.unlock(before)
@@ -141,17 +152,20 @@ class RadixCache(KVCache):
             return
         covered, end = hold.pages, hold.node
         full = min(keep // self._page_size, len(request.pages))
-        if self.caching and full and full >= covered and request.computed >= request.prefill_target:
+        cut = bool(self.tree.cut) and self.tree.is_cut(end)
+        if self.caching and not cut and full and full >= covered and request.computed >= request.prefill_target:
             end = self._insert(request, hold, full, chunked=False)
             covered = full
         session = request.metadata.get("session") if self.sessions is not None and request.finished else None
-        if self.sessions is not None and isinstance(session, str):
+        if self.sessions is not None and not cut and isinstance(session, str):
             self.sessions.keep(session, end)
         rest = request.pages[covered:]
         self._private -= len(rest)
         self._pool.give(rest)
         self.tree.unlock(hold.node)
         hold.node, hold.pages = None, 0
+        if cut:
+            self._sweep()
 
     def victims(self, need: int) -> Sequence[object]:
         """Unpinned leaves in the strategy's order, parents as they become leaves. The tree is not changed."""
@@ -165,18 +179,9 @@ class RadixCache(KVCache):
 
     def drop(self, keys: Iterable[object], need: int | None = None) -> int:
         """Evict these leaves, in order. Mutates."""
-        freed: list[int] = []
-        for node in keys:
-            if need is not None and len(freed) >= need:
-                break
-            if not isinstance(node, Node):
-                continue
-            parent = node.parent
-            if self.tree.remove(node):
-                if self.sessions is not None and parent is not None:
-                    self.sessions.evicted(node, parent)
-                freed += node.pages
-        self._pool.give(freed)
+        freed = self._drop(keys, need)
+        if freed and self._watcher is not None:
+            self._watcher.removed(freed)
         return len(freed)
 
     def numbers(self) -> KVNumbers:
@@ -189,9 +194,34 @@ class RadixCache(KVCache):
         return self._pool.num_free + self.tree.evictable
 
     def reset(self) -> None:
-        """Evict all that is unpinned. Mutates."""
-        while self.tree.evictable:
-            self.drop(self.tree.victims(self.tree.evictable))
+        """Nothing that is cached now is found again. What is pinned goes when those who pin it let go. Mutates."""
+        if self.sessions is not None:
+            self.sessions.clear()
+        self._resets += 1
+        self.tree.cut_off()
+        self._sweep()
+        if self._watcher is not None:
+            self._watcher.cleared()
+
+    def watch(self, watcher: CacheWatcher) -> bool:
+        """Tells of pages as they enter the tree and leave it; how nodes are cut is nobody's concern. Mutates."""
+        self._watcher = watcher
+        return True
+
+    def contents(self) -> dict[int, bytes]:
+        """The pages of the tree, with digests computed from its tokens. Does not mutate; costs time for each."""
+        found: dict[int, bytes] = {}
+        last: dict[Node, bytes] = {}
+        for node in below(self.tree.root):
+            assert node.parent is not None
+            digests = page_digests(node.namespace or last[node.parent], node.key, self._page_size)
+            found.update(zip(node.pages, digests, strict=True))
+            last[node] = digests[-1]
+        return found
+
+    def peek(self, namespace: bytes, packed: bytes) -> int:
+        """Pages on the way down. Does not mutate: no recency, no split."""
+        return self.tree.peek(packed, namespace) if self.caching else 0
 
     def check(self, requests: Iterable[Request]) -> None:
         """Locks equal the requests' paths; every held page is in one node or private to one request. No mutation."""
@@ -216,6 +246,8 @@ class RadixCache(KVCache):
         if not self.caching:
             return Match(0, (), 0)
         hold = self._hold(request)
+        if hold.resets != self._resets:
+            hold.found, hold.resets = None, self._resets
         hold.found = node, pages = self.tree.match(hold.key, request.namespace, limit, hold.found)
         return Match(pages * self._page_size, (), self.tree.idle(node) if pages else 0, node)
 
@@ -238,4 +270,39 @@ class RadixCache(KVCache):
         duplicates = request.pages[hold.pages : have]
         self._pool.give(duplicates)
         self._private -= full - hold.pages
+        if self._watcher is not None and have < full:
+            self._tell(request, hold, have, full)
         return node
+
+    def _tell(self, request: Request, hold: Hold, first: int, full: int) -> None:
+        """The request's pages from ``first`` on are in the tree now."""
+        assert self._watcher is not None
+        digests, size = hold.digests, self._page_size
+        known = len(digests)
+        if known < full:
+            parent = digests[-1] if digests else request.namespace
+            width = size * TOKEN_BYTES
+            digests += page_digests(parent, hold.key[known * width : full * width], size)
+        parent_key = digests[first - 1] if first else None
+        self._watcher.stored(request, first, request.pages[first:full], digests[first:full], parent_key)
+
+    def _sweep(self) -> None:
+        """Give back what was cut off and nobody pins."""
+        while fallen := self.tree.fallen():
+            self._drop(fallen, None)
+
+    def _drop(self, keys: Iterable[object], need: int | None) -> list[int]:
+        """Take these leaves out and give their pages back; returns the pages."""
+        freed: list[int] = []
+        for node in keys:
+            if need is not None and len(freed) >= need:
+                break
+            if not isinstance(node, Node):
+                continue
+            parent = node.parent
+            if self.tree.remove(node):
+                if self.sessions is not None and parent is not None:
+                    self.sessions.evicted(node, parent)
+                freed += node.pages
+        self._pool.give(freed)
+        return freed

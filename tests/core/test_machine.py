@@ -26,6 +26,8 @@ from engine.core import (
     Step,
     hookimpl,
 )
+from engine.core.cache_events import CacheLog, TooOld
+from engine.core.cache_index import CacheIndex
 from engine.testing import ShadowExecutor, make_core
 
 PAGES, VOCAB = 24, 50
@@ -84,6 +86,7 @@ class EngineMachine(RuleBasedStateMachine):
     scheduler = "chaos"
     drafting = False
     overlap = False
+    telling = False
 
     def draft(self, request: Request) -> tuple[int, ...]:
         """Up to three tokens, each right with some luck."""
@@ -99,7 +102,10 @@ class EngineMachine(RuleBasedStateMachine):
         self.executor = ShadowExecutor(lambda request: (request.num_tokens * 7) % VOCAB, vocab_size=VOCAB)
         if self.drafting:
             self.executor.drafter = self.draft
+        self.log = CacheLog(self.page_size, history=8) if self.telling else None
+        self.index = CacheIndex()
         self.core = make_core(
+            cache_log=self.log,
             scheduler=ChaosScheduler(self.rng) if self.scheduler == "chaos" else self.scheduler,
             kvcache=self.kvcache,
             executor=self.executor,
@@ -205,9 +211,25 @@ class EngineMachine(RuleBasedStateMachine):
             self.rng.shuffle(keys)
             self.core.kv.drop(keys[: self.rng.randrange(len(keys) + 1)])
 
+    def follow(self, log: CacheLog) -> None:
+        """What the events say is cached, is cached, and was computed."""
+        try:
+            if self.index.epoch is None:
+                self.index.load(log.snapshot())
+            while (batch := log.replay(self.index.epoch, self.index.sequence)).events:
+                assert self.index.apply(batch) == "nothing"
+        except TooOld:
+            self.index.load(log.snapshot())
+        dump = self.core.cache.dump()
+        assert (self.index.epoch, self.index.sequence) == (dump["epoch"], dump["sequence"])
+        assert sorted(key.hex() for key in self.index.pages()) == dump["keys"]
+        assert (self.executor.marks[list(self.core.cache.watch.pages)] != 0).all(), "told before it was computed"
+
     @invariant()
     def sound(self) -> None:
         self.core.check()
+        if self.log is not None:
+            self.follow(self.log)
         assert self.executor.mismatch is None
         self.record(self.core.take_deltas())
 
@@ -322,6 +344,15 @@ def test_long_walk(scheduler: str, kvcache: str, page_size: int, drafting: bool,
     machine = _walker(scheduler, kvcache, page_size, drafting=drafting, overlap=overlap)
     for seed in range(4):
         walk(machine(), 1000, seed)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
+@pytest.mark.parametrize("kvcache", ["paged", "radix"])
+@pytest.mark.parametrize("scheduler", ["chaos", "unified", "radix"])
+def test_cache_events_describe_the_cache(scheduler: str, kvcache: str, overlap: bool) -> None:
+    """An index that follows the events equals the cache, whatever happens, losses included."""
+    for seed, drafting in enumerate((False, True)):
+        walk(_walker(scheduler, kvcache, 4, drafting=drafting, overlap=overlap, telling=True)(), 600, seed)
 
 
 @pytest.mark.slow

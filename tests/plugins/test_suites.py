@@ -7,7 +7,7 @@ import tempfile
 import pytest
 
 from engine.core import Connector, TransferEvent, hookimpl
-from engine.core.registry import Registry
+from engine.core.registry import Registry, make
 from engine.testing import (
     AttentionSuite,
     ConnectorSuite,
@@ -114,6 +114,28 @@ class TestFile(ConnectorSuite):
         cls._folder.cleanup()
 
 
+class TestMulti(ConnectorSuite):
+    """Over memory and files; its tiers are selected beside it."""
+
+    plugin = "multi"
+
+    @classmethod
+    def setup_class(cls):
+        cls._folder = tempfile.TemporaryDirectory()
+
+    @classmethod
+    def teardown_class(cls):
+        cls._folder.cleanup()
+
+    def core(self, connector, **more):
+        tiers = [make("connector", "host"), make("connector", "file", {"root": self._folder.name})]
+        return super().core(connector, connectors=[connector, *tiers], **more)
+
+
+class TestMultiWriteBack(TestMulti):
+    options = {"write": "write-back", "prefetch": "timeout"}
+
+
 class TestTorchAttention(AttentionSuite):
     plugin = "torch"
     dtypes = ("float32", "bfloat16", "float16")
@@ -137,8 +159,9 @@ class TestOpenAI(FrontendSuite):
 
 
 def test_every_built_in_plugin_is_tried():
-    """Policies are tried in ``policies``."""
+    """Policies are tried in ``policies``, connectors to servers beside the tests of their own."""
     tried = {(suite.role, suite().found().cls) for suite in globals().values() if is_suite(suite)}
+    tried |= {("connector", Registry().select("connector", name).cls) for name in ("redis", "mooncake-store")}
     for line in Registry().listing():
         if (
             line.distribution == "sixhooks"

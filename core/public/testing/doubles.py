@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 
+from engine.core.cache_watch import CacheWatcher
 from engine.core.errors import OutOfPages
 from engine.core.hookspecs import hookimpl
 from engine.core.plan import Candidate, EvictionPool, KVNumbers, Outcome, Transfer, TransferEvent
@@ -131,6 +132,18 @@ class FaultyCache(KVCache):
     def reset(self) -> None:
         """As the inner cache."""
         self.inner.reset()
+
+    def watch(self, watcher: CacheWatcher) -> bool:
+        """As the inner cache."""
+        return self.inner.watch(watcher)
+
+    def contents(self) -> dict[int, bytes] | None:
+        """As the inner cache."""
+        return self.inner.contents()
+
+    def peek(self, namespace: bytes, packed: bytes) -> int | None:
+        """As the inner cache."""
+        return self.inner.peek(namespace, packed)
 
     def check(self, requests: Iterable[Request]) -> None:
         """As the inner cache."""

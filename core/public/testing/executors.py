@@ -156,6 +156,7 @@ class ShadowExecutor(ScriptedModel):
     Attributes:
         mismatch: the first row that counted and had read foreign or unwritten KV, in words.
         witness: a policy that looks at what is committed.
+        marks: the memory, ``[num_pages, page_size]``: a number for the sequence that wrote each slot, 0 for nothing.
     """
 
     def __init__(self, script: Script | None = None, **model: Any) -> None:
@@ -166,7 +167,7 @@ class ShadowExecutor(ScriptedModel):
 
     def allocate(self, num_pages: int, page_size: int) -> None:
         """Memory of ``num_pages x page_size`` slots, all unwritten."""
-        self._slots = np.zeros((num_pages, page_size), np.int64)  # 0: unwritten
+        self.marks = np.zeros((num_pages, page_size), np.int64)  # 0: unwritten
         self._size = page_size
         self._prefixes: dict[str, list[int]] = {}
 
@@ -184,7 +185,7 @@ class ShadowExecutor(ScriptedModel):
                 plan.requests, starts, plan.counts, plan.tables, marks, strict=True
             )
         ]
-        memory = self._slots.reshape(-1)
+        memory = self.marks.reshape(-1)
         for _, slots, start, wanted in rows:
             memory[slots[start:]] = wanted[start:]
         suspects: dict[int, str] = {}
@@ -210,7 +211,7 @@ class ShadowExecutor(ScriptedModel):
 
     def kv_layout(self) -> KVLayout:
         """The marks themselves are what connectors move."""
-        rows = self._slots.view(np.uint8).reshape(len(self._slots), -1)
+        rows = self.marks.view(np.uint8).reshape(len(self.marks), -1)
         return KVLayout((rows,), layout_digest(kind="marks", page_size=self._size))
 
     def forget(self, request: Request) -> None:

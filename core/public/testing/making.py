@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from engine.core.cache_events import CacheLog
 from engine.core.containment import ASK_SECONDS
 from engine.core.loop import EngineCore
 from engine.core.protocols import Connector, Executor, KVCache, Limits, Plugin, Policy, Scheduler
@@ -33,6 +34,7 @@ def make_core(
     scheduler_options: Mapping[str, Any] | None = None,
     kvcache_options: Mapping[str, Any] | None = None,
     clock: Callable[[], float] = time.monotonic,
+    cache_log: CacheLog | None = None,
 ) -> EngineCore:
     """An engine core around a scripted model, audited after every step. Plugins by name or as instances."""
     executor = executor or ScriptedModel()
@@ -66,6 +68,7 @@ def make_core(
         overlap=overlap,
         ask_seconds=ask_seconds,
         clock=clock,
+        cache_log=cache_log,
     )
 
 

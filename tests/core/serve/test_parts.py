@@ -131,6 +131,8 @@ class Narrow:
     """A core whose queue holds one request, and which refuses the prompt [0]."""
 
     has_work = True
+    settled = False
+    rest = 0.001
     limits = replace(LIMITS, max_waiting=1)
     parked = ()
 

@@ -139,6 +139,15 @@ def test_request_id_is_echoed_when_it_fits_in_a_header(server: Any) -> None:
         assert given.headers["x-request-id"] not in ("", odd)
 
 
+def test_a_server_says_what_it_is(server: Any) -> None:
+    said = server.http.get("/v1/engine").json()
+    assert (said["role"], said["model"], said["page_size"]) == ("both", "sim", 16)
+    assert said["fingerprint"] == "sim-49152"
+    assert said["connectors"] == {}
+    assert said["health"] == server.http.get("/health").json()
+    assert server.http.get("/v1/engine").json()["incarnation"] == said["incarnation"]
+
+
 def test_two_requests_of_one_id_at_once_do_not_mix(server: Any) -> None:
     alone = [complete(server, prompt=[n], max_tokens=50)["choices"] for n in range(8)]
 
@@ -364,6 +373,7 @@ def test_api_key(start: Any) -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
     assert ask({"authorization": "Bearer sesame"}).status_code == 200
     assert server.http.get("/v1/models").status_code == 401
+    assert server.http.get("/v1/engine").status_code == 401
     for path in ("/health", "/metrics", "/version"):
         assert server.http.get(path).status_code == 200
     assert "sesame" not in server.output

@@ -8,74 +8,26 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
+import threading
 
-import numpy as np
 import pytest
 
-from engine.core import ConfigError, Selection
-from engine.core.memory import KVLayout
+from engine.core import ConfigError
 from engine.core.plan import Transfer
-from engine.core.registry import Registry, build
-from engine.plugins.connectors.file import HEADER, FileStore
+from engine.plugins.connectors._frames import HEADER
+from engine.plugins.connectors.file import FileStore
 from engine.plugins.connectors.host import HostStore
 from engine.testing import make_core
 
 PAGES = 12
-
-
-class Where:
-    """Of a connector's start: only the page size is looked at."""
-
-    class limits:
-        page_size = 4
-
-
-def memory(sizes=(48, 16), digest="a" * 32) -> KVLayout:
-    rng = np.random.default_rng(0)
-    regions = tuple(rng.integers(0, 256, (PAGES, size), dtype=np.uint8) for size in sizes)
-    return KVLayout(regions, digest)
-
-
-def key(number: int) -> bytes:
-    return number.to_bytes(32, "big")
-
-
-@pytest.fixture
-def opened(tmp_path):
-    """Opens stores, and closes them in the end."""
-    stores = []
-
-    def make(name, layout, **options):
-        if name == "file":
-            options = {"root": str(tmp_path), **options}
-        store = build(Registry().select("connector", name), Selection(name=name, options=options))
-        stores.append(store)
-        store.start(Where)
-        store.register(layout)
-        return store
-
-    yield make
-    for store in stores:
-        store.close()
-
-
-def ask(store, kind, keys=(), pages=(), name="t"):
-    """One transfer, and the event that ends it."""
-    events = list(store.transfer_kv([Transfer(name, kind, "r", tuple(pages), tuple(keys))]))
-    until = time.monotonic() + 10
-    while not events and time.monotonic() < until:
-        time.sleep(0.001)
-        events = list(store.transfer_kv([]))
-    (event,) = events
-    return event
+LONGEST = 20.0  # seconds after which a test gives up
 
 
 both = pytest.mark.parametrize("name", ["host", "file"])
 
 
 @both
-def test_bytes_come_back_as_they_were(name, opened):
+def test_bytes_come_back_as_they_were(name, opened, memory, key, ask):
     layout = memory()
     before = [layout.read(page) for page in range(PAGES)]
     store = opened(name, layout)
@@ -91,7 +43,7 @@ def test_bytes_come_back_as_they_were(name, opened):
 
 
 @both
-def test_what_is_not_there_fails_from_there_on(name, opened):
+def test_what_is_not_there_fails_from_there_on(name, opened, memory, key, ask):
     layout = memory()
     store = opened(name, layout)
     ask(store, "push", [key(0), key(1), key(3)], [0, 1, 3])
@@ -102,7 +54,7 @@ def test_what_is_not_there_fails_from_there_on(name, opened):
 
 
 @both
-def test_what_was_used_last_goes_last_and_prefixes_lose_their_ends_first(name, opened):
+def test_what_was_used_last_goes_last_and_prefixes_lose_their_ends_first(name, opened, memory, key, ask):
     layout = memory()
     size = layout.page_bytes + (HEADER.size if name == "file" else 0)
     store = opened(name, layout, capacity=str(4 * size))
@@ -110,26 +62,121 @@ def test_what_was_used_last_goes_last_and_prefixes_lose_their_ends_first(name, o
         ask(store, "push", [key(number)], [number])
     ask(store, "probe", [key(0), key(1)])
     ask(store, "push", [key(9)], [9])
-    assert [store.has(key(number)) for number in (0, 1, 2, 3, 9)] == [True, True, False, True, True]
+    assert [store.has_many([key(number)]) for number in (0, 1, 2, 3, 9)] == [1, 1, 0, 1, 1]
     ask(store, "push", [key(10)], [10])
     ask(store, "push", [key(11)], [11])
-    assert [store.has(key(number)) for number in (0, 1)] == [True, False]
+    assert [store.has_many([key(number)]) for number in (0, 1)] == [1, 0]
     with pytest.raises(ConfigError, match=f"connector {name}: capacity 3 does not hold one page of {size} bytes"):
         opened(name, layout, capacity="3")
 
 
 @both
-def test_a_cancelled_load_ends_and_a_closed_store_leaves_no_thread(name, opened):
-    import threading
-
-    layout = memory()
-    store = opened(name, layout)
+def test_a_closed_store_leaves_no_thread_and_a_cancel_of_what_has_ended_nothing(name, opened, memory, key, ask):
+    store = opened(name, memory())
     ask(store, "push", [key(0)], [0])
     store.transfer_kv([Transfer("cancel x", "cancel", "r", of="x")])
-    assert ask(store, "pull", [key(0)], [1], name="x").reason == "cancelled"
-    assert ask(store, "pull", [key(0)], [1], name="x").kind == "done", "told once, forgotten"
+    assert ask(store, "pull", [key(0)], [1], name="x").kind == "done", "a cancel is for what is open"
     store.close()
     assert f"engine-{name}" not in {thread.name for thread in threading.enumerate()}
+
+
+@both
+def test_what_is_kept_is_told_and_what_is_cleared_too(name, opened, memory, key, ask, tmp_path, eventually):
+    layout = memory()
+    size = layout.page_bytes + (HEADER.size if name == "file" else 0)
+    heard = []
+    store = opened(name, layout, capacity=str(3 * size))
+    store.notice = lambda kind, keys: heard.extend((kind, int.from_bytes(one, "big")) for one in keys)
+    for number in range(4):
+        ask(store, "push", [key(number)], [number])
+    assert heard == [("stored", 0), ("stored", 1), ("stored", 2), ("stored", 3), ("removed", 0)]
+    assert store.stats() == {"hits": 0, "kept": 4, "errors": 0}
+    heard.clear()
+    assert store.clear() == 3
+    assert sorted(heard) == [("removed", 1), ("removed", 2), ("removed", 3)]
+    assert ask(store, "probe", [key(2)]).tokens == 0
+    assert ask(store, "push", [key(2)], [2]).kind == "done"
+    eventually(lambda: not list(tmp_path.glob("*.cleared*")))
+    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == (name == "file")
+
+
+class Stuck(HostStore):
+    """Hangs where the test says, until it says otherwise."""
+
+    name = "stuck"
+    remote = True
+
+    def __init__(self, options=None):
+        super().__init__(options)
+        self.hang = set()
+        self.go = threading.Event()
+
+    def _perhaps(self, what):
+        if what in self.hang:
+            self.go.wait(LONGEST)
+
+    def has_many(self, keys):
+        self._perhaps("probe")
+        return super().has_many(keys)
+
+    def get_many(self, keys):
+        self._perhaps("pull")
+        return super().get_many(keys)
+
+    def put_many(self, keys, contents):
+        self._perhaps("push")
+        super().put_many(keys, contents)
+
+
+def test_whatever_a_store_hangs_in_its_transfers_end_and_touch_no_page_after_that(opened, memory, key, ask, eventually):
+    layout = memory()
+    store = opened(Stuck(Stuck.Options(patience=0.2)), layout)
+    ask(store, "push", [key(0), key(1)], [0, 1])
+    before = layout.read(5).copy()
+    store.hang = {"pull", "probe", "push"}
+    store.transfer_kv([Transfer("load", "pull", "r", (5,), (key(0),))])
+    eventually(lambda: not store._workers._queues["pull"])  # a worker is at it
+    (event,) = store.transfer_kv([Transfer("c", "cancel", "r", of="load")])
+    assert (event.transfer_id, event.kind, event.reason, event.failed_pages) == ("load", "failed", "cancelled", (5,))
+    assert ask(store, "probe", [key(0)]).tokens == 0, "nobody is there to look"
+    event = ask(store, "push", [key(3)], [3])
+    assert (event.kind, event.reason) == ("failed", "the store hangs")
+    store.go.set()
+    eventually(lambda: store._workers._hanging == 0)
+    assert (layout.read(5) == before).all()
+    assert ask(store, "probe", [key(0), key(1)]).tokens == 8, "it goes on where it hung"
+    assert list(store.transfer_kv([])) == []
+
+
+@pytest.mark.parametrize(("kind", "reason"), [("probe", ""), ("pull", "no answer for"), ("push", "no answer for")])
+def test_a_call_that_takes_too_long_is_not_waited_for(kind, reason, opened, memory, key, ask):
+    store = opened(Stuck(Stuck.Options(patience=0.1)), memory())
+    ask(store, "push", [key(0)], [0])
+    store.hang = {kind}
+    event = ask(store, kind, [key(0 if kind != "push" else 1)], [1] if kind != "probe" else ())
+    assert event.kind == ("found" if kind == "probe" else "failed")
+    assert reason in event.reason
+    store.go.set()
+
+
+def test_a_store_that_fails_is_left_alone_for_a_while(opened, memory, key, ask, caplog):
+    store = opened(Stuck(), memory())
+    ask(store, "push", [key(0)], [0])
+    calls = []
+
+    def broken(keys):
+        calls.append(keys)
+        raise ConnectionError("the line is down")
+
+    store.has_many = broken
+    for _ in range(5):
+        assert (ask(store, "probe", [key(0)]).kind, ask(store, "probe", [key(0)]).tokens) == ("found", 0)
+    assert len(calls) == 1
+    assert "the line is down" in ask(store, "pull", [key(0)], [1]).reason
+    assert [line.message for line in caplog.records] == [
+        "connector stuck is left alone for a while: Unreachable: ConnectionError: the line is down"
+    ]
+    assert store.stats()["outages"] == 1
 
 
 def damage(path, how):
@@ -148,7 +195,7 @@ def damage(path, how):
 
 
 @pytest.mark.parametrize("how", ["flipped", "cut", "empty", "other key", "other version"])
-def test_a_damaged_file_is_never_used_and_is_gone_after(how, opened, tmp_path):
+def test_a_damaged_file_is_never_used_and_is_gone_after(how, opened, tmp_path, memory, key, ask):
     layout = memory()
     store = opened("file", layout)
     ask(store, "push", [key(0), key(1)], [0, 1])
@@ -163,7 +210,7 @@ def test_a_damaged_file_is_never_used_and_is_gone_after(how, opened, tmp_path):
     assert (layout.read(7) == layout.read(1)).all()
 
 
-def test_b28_engines_of_another_kind_share_a_folder_and_never_a_page(opened):
+def test_b28_engines_of_another_kind_share_a_folder_and_never_a_page(opened, memory, key, ask):
     layouts = [memory(), memory(sizes=(64,), digest="b" * 32), memory(digest="c" * 32)]
     stores = [opened("file", layout) for layout in layouts]
     for (number, store), other in itertools.product(enumerate(stores), stores):
@@ -172,7 +219,7 @@ def test_b28_engines_of_another_kind_share_a_folder_and_never_a_page(opened):
             assert ask(other, "probe", [key(number)]).tokens == 0
 
 
-def test_a_folder_that_cannot_be_used_is_refused(opened, tmp_path):
+def test_a_folder_that_cannot_be_used_is_refused(opened, tmp_path, memory):
     (tmp_path / "taken").write_text("a file")
     with pytest.raises(ConfigError, match="connector file: root .*taken"):
         opened("file", memory(), root=str(tmp_path / "taken"))
@@ -182,7 +229,7 @@ def test_a_folder_that_cannot_be_used_is_refused(opened, tmp_path):
         opened("host", memory(), capacity="many")
 
 
-def test_a_full_disk_is_a_failed_save_and_nothing_is_left(opened, tmp_path, monkeypatch):
+def test_a_full_disk_is_a_failed_save_and_nothing_is_left(opened, tmp_path, monkeypatch, memory, key, ask):
     """Stands for the disk: the moment at which the written file is to take its place."""
     layout = memory()
     store = opened("file", layout)
@@ -231,7 +278,7 @@ def test_kill_9_and_restart_finds_the_prefixes_warm(tmp_path):
     core.close()
 
 
-def test_old_unfinished_files_are_cleared_away_and_young_ones_left(opened, tmp_path):
+def test_old_unfinished_files_are_cleared_away_and_young_ones_left(opened, tmp_path, memory):
     layout = memory()
     opened("file", layout)
     folder = tmp_path / layout.digest / "00"

@@ -7,11 +7,12 @@ import socket
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine.plugins.connectors import _local_wire as wire
-from engine.plugins.connectors._local_wire import Identity, Kind, Line, LineError, Refused, Rows
+from engine.plugins.connectors import _handoff_wire as wire
+from engine.plugins.connectors._handoff_identity import Identity, proof, proves
+from engine.plugins.connectors._handoff_wire import Kind, Line, LineError, Refused
 
 KNOWN = 256  # peers that are remembered
 KEPT = 4  # idle connections that are kept a peer
@@ -22,7 +23,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0  # seconds for which a peer that failed i
 class Peer:
     """What is known of an address."""
 
-    incarnation: str = ""
+    identity: Identity | None = None
     idle: deque[Line] = field(default_factory=deque)
     failures: int = 0  # in a row
     ask_again: float = 0.0
@@ -31,11 +32,12 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Pages that a peer holds for us."""
+    """Pages that a peer holds for us. ``lease``: seconds that it does so without hearing from us."""
 
     address: str
     incarnation: str
     number: int
+    lease: float
 
 
 class Peers:
@@ -45,10 +47,13 @@ class Peers:
         identity: what they are told of this engine.
         token: what they must know; empty: nothing.
         stall: seconds without a byte after which a peer is given up.
+        left: told of incarnations that are not known any more, and whether another one has taken their place.
     """
 
-    def __init__(self, identity: Identity, token: str, stall: float) -> None:
-        self._identity, self._token, self._stall = identity, token, stall
+    def __init__(
+        self, identity: Identity, token: str, stall: float, left: Callable[[str, bool], None] = lambda *_: None
+    ) -> None:
+        self._identity, self._token, self._stall, self._left = identity, token, stall, left
         self._lock = threading.Lock()
         self._peers: OrderedDict[str, Peer] = OrderedDict()
 
@@ -73,9 +78,10 @@ class Peers:
             peer.ask_again = time.monotonic() + pause
             peer.trouble = str(error)
             self._forget(peer)
+        self._thin_out()
 
-    def take(self, address: str, using: Callable[[Line], None]) -> tuple[Line, str]:
-        """A connection to nobody else's use, and the peer's incarnation. Raises ``LineError``.
+    def take(self, address: str, using: Callable[[Line], None]) -> tuple[Line, Identity]:
+        """A connection to nobody else's use, and who the peer is. Raises ``LineError``.
 
         Args:
             using: told of the connection before anything can block on it.
@@ -84,30 +90,34 @@ class Peers:
             peer = self._peer(address)
             while peer.idle:
                 line = peer.idle.pop()
-                if not line.stale:
+                if not line.stale and peer.identity is not None:
                     using(line)
-                    return line, peer.incarnation
+                    return line, peer.identity
                 line.close()
         line = self._connect(address)
         try:
             using(line)
-            incarnation = self._greet(line)
+            identity = self._greet(line)
         except BaseException:
             line.close()
             raise
         with self._lock:
             peer = self._peer(address)
-            if peer.incarnation != incarnation:
+            before = peer.identity
+            if before != identity:
                 self._forget(peer)
-                peer.incarnation = incarnation
+                peer.identity = identity
             peer.failures = 0
-        return line, incarnation
+        if before is not None and before.incarnation != identity.incarnation:
+            self._left(before.incarnation, True)
+        self._thin_out()
+        return line, identity
 
-    def give(self, address: str, line: Line, incarnation: str) -> None:
+    def give(self, address: str, line: Line, identity: Identity) -> None:
         """Keep a connection on which nothing is open for the next one. Mutates."""
         with self._lock:
             peer = self._peers.get(address)
-            if peer is not None and peer.incarnation == incarnation and len(peer.idle) < KEPT:
+            if peer is not None and peer.identity == identity and len(peer.idle) < KEPT:
                 peer.idle.append(line)
                 return
         line.close()
@@ -116,7 +126,9 @@ class Peers:
         """Be somebody else from now on. Mutates."""
         with self._lock:
             self._identity = identity
-        self.close()
+            for peer in self._peers.values():
+                self._forget(peer)
+                peer.failures = 0
 
     def close(self) -> None:
         """Close what is idle, and forget everybody. Mutates."""
@@ -130,9 +142,16 @@ class Peers:
     def _peer(self, address: str) -> Peer:
         peer = self._peers.setdefault(address, Peer())
         self._peers.move_to_end(address)
-        while len(self._peers) > KNOWN:
-            self._forget(self._peers.popitem(last=False)[1])
         return peer
+
+    def _thin_out(self) -> None:
+        """Forget those that were not asked for longest, if there are too many."""
+        with self._lock:
+            crowd = [self._peers.popitem(last=False)[1] for _ in range(len(self._peers) - KNOWN)]
+        for peer in crowd:
+            self._forget(peer)
+            if peer.identity is not None:
+                self._left(peer.identity.incarnation, False)
 
     @staticmethod
     def _forget(peer: Peer) -> None:
@@ -147,7 +166,7 @@ class Peers:
             raise LineError(f"no connection to {address}: {getattr(error, 'strerror', None) or error}") from None
         return Line(sock, self._stall)
 
-    def _greet(self, line: Line) -> str:
+    def _greet(self, line: Line) -> Identity:
         kind, body = line.receive(wire.SHORT)
         said = wire.parsed(body)
         if kind is not Kind.GREETING:
@@ -155,79 +174,12 @@ class Peers:
         if said.get("protocol") != wire.PROTOCOL:
             raise Refused(f"protocol is {said.get('protocol')!r} there and {wire.PROTOCOL} here")
         nonce = secrets.token_hex(16)
-        hello = self._identity.told(nonce=nonce, proof=wire.proof(self._token, str(said.get("nonce"))))
+        hello = self._identity.told(nonce=nonce, proof=proof(self._token, str(said.get("nonce"))))
         _, body = line.ask(Kind.HELLO, hello, Kind.WELCOME)
         said = wire.parsed(body)
-        if self._token and not wire.proves(said, self._token, nonce):
+        if self._token and not proves(said, self._token, nonce):
             raise Refused("it does not know the token")
         other = Identity.heard(said)
         if words := self._identity.quarrel(other):
             raise Refused(words)
-        return other.incarnation
-
-
-def find(line: Line, keys: Sequence[bytes], wait: float) -> tuple[int, int]:
-    """Claim and number of pages that the peer has of these keys. Raises ``LineError``."""
-    body = wire.PREFIX.pack(int(wait * 1000)) + b"".join(keys)
-    _, answer = line.ask(Kind.PREFIX, body, Kind.FOUND)
-    claim, count = wire.unpacked(wire.FOUND, answer)
-    if count > len(keys):
-        raise LineError(f"it has {count} pages of {len(keys)}")
-    return claim, count
-
-
-def release(line: Line, claim: int) -> bool:
-    """Whether the peer held the claim until now; it ends. Raises ``LineError``."""
-    kind, _ = line.ask(Kind.RELEASE, wire.CLAIM.pack(claim), Kind.HELD, Kind.EXPIRED)
-    return kind is Kind.HELD
-
-
-def renew(line: Line, claim: int) -> bool:
-    """Whether the peer goes on to hold the claim. Raises ``LineError``."""
-    kind, _ = line.ask(Kind.RENEW, wire.CLAIM.pack(claim), Kind.HELD, Kind.EXPIRED)
-    return kind is Kind.HELD
-
-
-def read(
-    line: Line, claim: int, keys: Sequence[bytes], pages: Sequence[int], rows: Rows, good: Callable[[int], None],
-    *, checked: bool = True,
-) -> None:  # fmt: skip
-    """Fill pages with what the peer has under the keys, straight into KV memory. Raises ``LineError``.
-
-    Args:
-        good: told how many pages, from the first on, are right, as they come. What is beyond may hold anything.
-        checked: compare checksums of the bytes.
-    """
-    kind, body = line.ask(Kind.READ, wire.READ.pack(claim, checked) + b"".join(keys), Kind.GIVING, Kind.EXPIRED)
-    if kind is Kind.EXPIRED:
-        raise LeaseEnded("the peer's lease had ended")
-    (count,) = wire.unpacked(wire.GIVING, body)
-    if count > len(keys):
-        raise LineError(f"it gives {count} pages of {len(keys)}")
-    first = 0
-    while first < count:
-        first = _batch(line, first, pages[:count], rows, checked=checked)
-        good(first)
-    line.answer(Kind.END)
-    if count < len(keys):
-        raise LeaseEnded(f"the peer has {count} of {len(keys)} pages")
-
-
-def _batch(line: Line, first: int, pages: Sequence[int], rows: Rows, *, checked: bool) -> int:
-    """Fill the next few pages; the number of the first after them."""
-    kind, length = line.answer_head()
-    if kind is not Kind.PAGES or length < wire.PAGES.size:
-        raise LineError(f"it sends {kind.name} instead of pages")
-    begin, count, checksum = wire.unpacked(wire.PAGES, line.take(wire.PAGES.size))
-    end = first + count
-    if begin != first or not count or end > len(pages) or length != wire.PAGES.size + count * rows.page_bytes:
-        raise LineError("it sends other pages than those that are due")
-    memory = rows.of(pages[first:end])
-    line.fill(memory)
-    if checked and wire.checksum(memory) != checksum:
-        raise LineError(f"the bytes of pages {first} to {end} do not fit their checksum")
-    return end
-
-
-class LeaseEnded(LineError):
-    """The peer is well, but does not have the pages any more."""
+        return other

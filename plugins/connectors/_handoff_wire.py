@@ -1,4 +1,4 @@
-"""What two engines say to each other, byte by byte, and who they say they are.
+"""What two engines say to each other, byte by byte.
 
 A message is a head (mark, kind, number of the question that it belongs to, bytes that follow) and a body. Whoever asks
 numbers the questions and the answers repeat the number, so that a line that loses, repeats or delays bytes is noticed
@@ -7,35 +7,32 @@ at the next head; page bytes carry a checksum besides.
 
 from __future__ import annotations
 
-import hmac
 import json
 import socket
 import struct
 import threading
 import time
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Any
+from typing import Any, ClassVar
 
-from engine.core.memory import KVLayout
-
-PROTOCOL = 1
+PROTOCOL = 2
 HEAD = struct.Struct(">2sBII")  # mark, kind, question, bytes that follow
 MARK = b"kv"
 KEY = 32  # bytes of a content key
-BATCH = 1 << 20  # bytes of pages that are sent and checked at once
 PIECES = 512  # most rows of KV memory in one system call (the kernel takes 1024)
-SHORT = 1 << 14  # most bytes of a message from somebody who has not said hello
+SHORT = 1 << 17  # most bytes of a message from somebody who has not said hello
 LONG = 1 << 26  # most bytes of any other
 
-PREFIX = struct.Struct(">I")  # milliseconds to wait for what is missing; then keys
+PREFIX = struct.Struct(">QII")  # claim or 0, pages that are enough, milliseconds to wait for them; then keys
 FOUND = struct.Struct(">QI")  # claim, pages
-CLAIM = struct.Struct(">Q")  # of RENEW and RELEASE
+CLAIM = struct.Struct(">Q")  # of RENEW, RELEASE and PLACES (there with keys); the number of a WANT, of REVOKE
 READ = struct.Struct(">Q?")  # claim, whether to send checksums; then keys
 GIVING = struct.Struct(">I")  # pages that follow
 PAGES = struct.Struct(">III")  # number of the first, how many, checksum of their bytes or 0; then the bytes
+WANT = struct.Struct(">QQQ?")  # number, claim, offset in the staging area, whether to say a checksum; then keys
+DONE = struct.Struct(">II")  # pages that were written, checksum of their bytes or 0
+FAILED = struct.Struct(">?")  # whether nothing is written any more; then words
 
 
 class Kind(IntEnum):
@@ -55,55 +52,32 @@ class Kind(IntEnum):
     RELEASE = 12  # client: I do not need them any more
     HELD = 13  # server: they were there until now
     EXPIRED = 14  # server: the lease had ended
+    PLACES = 15  # client: where do these pages lie?
+    PLACED = 16  # server: their numbers
+    WANT = 17  # client: write them here
+    BUSY = 18  # server: I am at it; any number of them before an answer
+    DONE = 19  # server: they are written
+    FAILED = 20  # server: they are not, and why
+    REVOKE = 21  # client: is what I wanted still being written? If it is not begun, do not begin. HELD: yes
 
 
 class LineError(Exception):
-    """The other side is gone, silent, or does not speak the protocol."""
+    """The other side is gone, silent, or does not speak the protocol.
+
+    Class attribute ``well``: the line is as it was, and may be used for the next question.
+    """
+
+    well: ClassVar[bool] = False
 
 
 class Refused(LineError):
     """The other side will not have us, or we will not have it; the words say why."""
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Who an engine is. Two exchange pages where all is equal that shapes them; names need not be."""
+class LeaseEnded(LineError):
+    """The peer is well, but does not have the pages any more."""
 
-    name: str
-    incarnation: str
-    layout: str
-    page_bytes: int
-    page_size: int
-    model: str
-    fingerprint: str
-    protocol: int = PROTOCOL
-
-    def quarrel(self, other: Identity) -> str:
-        """What differs that must not, in words; empty where pages fit."""
-        must = ("protocol", "fingerprint", "page_size", "page_bytes", "layout")
-        words = [
-            f"{name.replace('_', ' ')} is {getattr(self, name)!r} at {self.name} and {getattr(other, name)!r} at "
-            f"{other.name}"
-            for name in must
-            if getattr(self, name) != getattr(other, name)
-        ]
-        return "; ".join(words)
-
-    def told(self, **more: Any) -> bytes:
-        """As the body of a message."""
-        return json.dumps({**asdict(self), **more}).encode()
-
-    @classmethod
-    def heard(cls, said: dict[str, Any]) -> Identity:
-        """From the body of a message. Raises ``LineError``."""
-        try:
-            values = {field.name: said[field.name] for field in fields(cls)}
-        except KeyError as error:
-            raise LineError(f"it does not tell its {error}") from None
-        numbers = ("page_bytes", "page_size", "protocol")
-        if not all(isinstance(value, int if name in numbers else str) for name, value in values.items()):
-            raise LineError("what it tells of itself makes no sense")
-        return cls(**values)
+    well = True
 
 
 def parsed(body: bytes) -> dict[str, Any]:
@@ -115,16 +89,6 @@ def parsed(body: bytes) -> dict[str, Any]:
     if not isinstance(said, dict):
         raise LineError("it does not speak this protocol")
     return said
-
-
-def proof(token: str, nonce: str) -> str:
-    """That one knows the token, without saying it."""
-    return hmac.digest(token.encode(), nonce.encode(), "sha256").hex()
-
-
-def proves(said: dict[str, Any], token: str, nonce: str) -> bool:
-    """Whether the other side knows the token."""
-    return hmac.compare_digest(str(said.get("proof", "")).encode(), proof(token, nonce).encode())
 
 
 class Line:
@@ -198,6 +162,8 @@ class Line:
     def answer_head(self) -> tuple[Kind, int]:
         """Kind and length of an answer whose body is still to be taken. Raises ``LineError``."""
         kind, question, length = self._head(LONG)
+        while kind is Kind.BUSY and question == self.question and not length:
+            kind, question, length = self._head(LONG)
         if question != self.question:
             raise LineError(f"it answers question {question} and not {self.question}")
         return kind, length
@@ -259,41 +225,11 @@ class Line:
                 left[at] = left[at][count:]
 
 
-class Rows:
-    """KV memory as rows of bytes, a page's one after the other."""
-
-    def __init__(self, layout: KVLayout) -> None:
-        self._regions = layout.regions
-        self.page_bytes = layout.page_bytes
-
-    def of(self, pages: Sequence[int]) -> list[memoryview]:
-        """The memory of these pages."""
-        return [region[page].data for page in pages for region in self._regions]
-
-    def batches(self, count: int) -> Iterator[tuple[int, int]]:
-        """(first, end) of the batches in which so many pages travel."""
-        size = max(1, BATCH // max(1, self.page_bytes))
-        return ((first, min(count, first + size)) for first in range(0, count, size))
-
-
-def checksum(rows: Sequence[memoryview]) -> int:
-    """CRC-32 of the bytes of all rows."""
-    value = 0
-    for row in rows:
-        value = zlib.crc32(row, value)
-    return value
-
-
 def split_keys(packed: bytes) -> list[bytes]:
     """Keys that stand one after the other. Raises ``LineError``."""
     if len(packed) % KEY:
         raise LineError("keys have 32 bytes each")
     return [packed[at : at + KEY] for at in range(0, len(packed), KEY)]
-
-
-def greeting(nonce: str) -> bytes:
-    """The body of the first message of all."""
-    return json.dumps({"protocol": PROTOCOL, "nonce": nonce}).encode()
 
 
 def unpacked(form: struct.Struct, body: bytes) -> tuple[int, ...]:

@@ -63,30 +63,40 @@ class Leases:
             hand_off.transfers.append(wish.id)
             self._changed.notify_all()
 
-    def find(self, keys: Sequence[bytes], wait: float) -> tuple[int, int]:
+    def find(self, keys: Sequence[bytes], wait: float, enough: int = 0, claim: int = 0) -> tuple[int, int]:
         """A claim, and how many of these pages in a row it is for: (0, 0) where there are none. Mutates.
 
         Args:
             wait: seconds to wait for those that are missing.
+            enough: so many need not be waited for; 0: all of them.
+            claim: what the receiver has claimed already: the same hand-off if no other has more.
         """
         until = time.monotonic() + wait
         with self._changed:
             while True:
                 now = self._clock()
+                if (mine := self._held(claim)) is not None:
+                    mine.until = max(mine.until, now + self._seconds)
                 live = [one for one in self._all if not one.over(now)]
-                best = max(live, key=lambda one: (_count(one, keys), not one.claims), default=None)
+                best = max(live, key=lambda one: (_count(one, keys), one is mine, not one.claims), default=None)
                 count = 0 if best is None else _count(best, keys)
                 left = until - time.monotonic()
-                if count == len(keys) or left <= 0 or self._closed:
+                if count >= (enough or len(keys)) or left <= 0 or self._closed:
                     break
-                self._changed.wait(left)
+                self._changed.wait(min(left, self._seconds / 3))
             if best is None or not count:
                 return 0, 0
-            claim = secrets.randbits(63) | 1
-            best.claims.add(claim)
-            best.until = max(best.until, now + self._seconds)
-            self._claims[claim] = best
-            return claim, count
+            return (claim if best is mine else self._claim(best)), count
+
+    def places(self, claim: int, keys: Sequence[bytes]) -> list[int] | None:
+        """The pages of the first keys, as far as the hand-off has them; ``None`` where the lease has ended. Mutates:
+        its time begins anew."""
+        with self._changed:
+            hand_off = self._held(claim)
+            if hand_off is None:
+                return None
+            hand_off.until = max(hand_off.until, self._clock() + self._seconds)
+            return [hand_off.pages[key] for key in keys[: _count(hand_off, keys)]]
 
     def begin(self, claim: int, keys: Sequence[bytes]) -> tuple[HandOff, list[int]] | None:
         """Somebody reads: the hand-off does not end before ``end``. Mutates.
@@ -101,10 +111,12 @@ class Leases:
             hand_off.until = max(hand_off.until, self._clock() + self._seconds)
             return hand_off, [hand_off.pages[key] for key in keys[: _count(hand_off, keys)]]
 
-    def end(self, hand_off: HandOff) -> None:
-        """One of its readers is done. Mutates."""
+    def end(self, hand_off: HandOff, *, well: bool) -> None:
+        """One of its readers is done. Mutates: if all went well, the time begins anew, for it may read on."""
         with self._changed:
             hand_off.readers -= 1
+            if well:
+                hand_off.until = max(hand_off.until, self._clock() + self._seconds)
 
     def renew(self, claim: int) -> bool:
         """Begin the time anew; False where it is over. Mutates."""
@@ -147,13 +159,19 @@ class Leases:
                 self._latest = {name: one for name, one in self._latest.items() if one not in ended}
             return [name for one in ended for name in one.transfers]
 
+    def void(self) -> None:
+        """What is leased is of no use to anybody any more. Mutates."""
+        with self._changed:
+            for hand_off in self._all:
+                hand_off.released = True
+            self._latest.clear()
+            self._changed.notify_all()
+
     def close(self) -> None:
         """Nobody waits and nobody begins to read any more. Mutates."""
         with self._changed:
             self._closed = True
-            for hand_off in self._all:
-                hand_off.released = True
-            self._changed.notify_all()
+        self.void()
 
     @property
     def pages(self) -> int:
@@ -163,6 +181,13 @@ class Leases:
 
     def __len__(self) -> int:
         return len(self._all)
+
+    def _claim(self, hand_off: HandOff) -> int:
+        claim = secrets.randbits(63) | 1
+        hand_off.claims.add(claim)
+        hand_off.until = max(hand_off.until, self._clock() + self._seconds)
+        self._claims[claim] = hand_off
+        return claim
 
     def _held(self, claim: int) -> HandOff | None:
         hand_off = self._claims.get(claim)

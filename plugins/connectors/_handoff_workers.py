@@ -19,10 +19,14 @@ class Job(Protocol):
 
 
 class Workers:
-    """At most ``most`` threads, started as they are needed; at most ``each`` of them at work for one address."""
+    """At most ``most`` threads, started as they are needed; at most ``each`` of them at work for one address.
 
-    def __init__(self, most: int, each: int) -> None:
-        self._most, self._each = most, each
+    Args:
+        name: of whom they work for, in the threads' names.
+    """
+
+    def __init__(self, name: str, most: int, each: int) -> None:
+        self._name, self._most, self._each = name, most, each
         self._jobs: deque[Job] = deque()
         self._busy: Counter[str] = Counter()
         self._wake = threading.Condition()
@@ -35,7 +39,7 @@ class Workers:
         with self._wake:
             self._jobs.append(job)
             if len(self._jobs) > self._idle and len(self._threads) < self._most:
-                thread = threading.Thread(target=self._work, name="engine-local-pull", daemon=True)
+                thread = threading.Thread(target=self._work, name=f"engine-{self._name}-pull", daemon=True)
                 self._threads.append(thread)
                 thread.start()
             self._wake.notify()

@@ -6,13 +6,17 @@ import logging
 import secrets
 import selectors
 import socket
+import struct
 import threading
 import time
 
 from engine.core.errors import ConfigError
-from engine.plugins.connectors import _local_wire as wire
-from engine.plugins.connectors._local_leases import Leases
-from engine.plugins.connectors._local_wire import Identity, Kind, Line, LineError, Rows
+from engine.plugins.connectors import _handoff_wire as wire
+from engine.plugins.connectors._handoff_identity import Identity, greeting, proof, proves
+from engine.plugins.connectors._handoff_leases import Leases
+from engine.plugins.connectors._handoff_pusher import Pusher
+from engine.plugins.connectors._handoff_rows import Rows, checksum
+from engine.plugins.connectors._handoff_wire import Kind, Line, LineError
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +36,9 @@ class Server:
         token: what peers must know; empty: nothing.
         stall: seconds without a byte after which a peer is given up.
         longest: seconds after which a read is broken off, however well it goes.
+        pusher: writes pages to receivers; ``None``: they fetch them.
 
-    Attributes: ``given``, pages sent; ``refused``, peers turned away.
+    Attributes: ``given``, pages that receivers were sent or told the places of; ``refused``, peers turned away.
 
     Raises:
         ConfigError: it cannot listen there.
@@ -41,9 +46,10 @@ class Server:
 
     def __init__(
         self, host: str, port: int, identity: Identity, leases: Leases, rows: Rows, *,
-        token: str, stall: float, longest: float,
+        token: str, stall: float, longest: float, pusher: Pusher | None = None,
     ) -> None:  # fmt: skip
-        self._leases, self._rows = leases, rows
+        self._name = identity.connector
+        self._leases, self._rows, self._pusher = leases, rows, pusher
         self._token, self._stall, self._longest = token, stall, longest
         self._lines: dict[Line, threading.Thread] = {}
         self._lock = threading.Lock()
@@ -52,12 +58,14 @@ class Server:
         try:
             self._listener = socket.create_server((host, port), backlog=MOST, family=_family(host))
         except OSError as error:
-            raise ConfigError(f"connector local: cannot listen on {host}:{port}: {error.strerror or error}") from error
+            raise ConfigError(
+                f"connector {identity.connector}: cannot listen on {host}:{port}: {error.strerror or error}"
+            ) from error
         name = self._listener.getsockname()
         self.address = f"[{name[0]}]:{name[1]}" if ":" in name[0] else f"{name[0]}:{name[1]}"
         self.identity = identity
         self._bell, self._ear = socket.socketpair()
-        self._thread = threading.Thread(target=self._accept, name="engine-local-door", daemon=True)
+        self._thread = threading.Thread(target=self._accept, name=f"engine-{self._name}-door", daemon=True)
         self._thread.start()
 
     def rename(self, identity: Identity) -> None:
@@ -98,14 +106,16 @@ class Server:
         try:
             sock, _ = self._listener.accept()
         except OSError as error:  # the peer is gone already, or there are no file descriptors left
-            log.warning("connector local: a peer could not be let in: %s", error)
+            log.warning("connector %s: a peer could not be let in: %s", self._name, error)
             time.sleep(0.05)
             return
         line = Line(sock, self._stall)
         with self._lock:
             full = len(self._lines) >= MOST
             if not full:
-                thread = threading.Thread(target=self._serve, args=(line,), name="engine-local-peer", daemon=True)
+                thread = threading.Thread(
+                    target=self._serve, args=(line,), name=f"engine-{self._name}-peer", daemon=True
+                )
                 self._lines[line] = thread
                 thread.start()
         if full:
@@ -114,55 +124,75 @@ class Server:
 
     def _serve(self, line: Line) -> None:
         try:
-            self._greet(line)
+            peer = self._greet(line)
             line.socket.settimeout(IDLE)
             while not self._closing:
                 kind, body = line.receive()
                 line.socket.settimeout(self._stall)
-                self._answer(line, kind, body)
+                self._answer(line, peer, kind, body)
                 line.socket.settimeout(IDLE)
         except LineError as error:
-            log.debug("connector local: a peer's connection ended: %s", error)
+            log.debug("connector %s: a peer's connection ended: %s", self._name, error)
         except Exception:
-            log.exception("connector local: a peer's question could not be answered")
+            log.exception("connector %s: a peer's question could not be answered", self._name)
         finally:
             with self._lock:
                 self._lines.pop(line, None)
                 line.close()
 
-    def _greet(self, line: Line) -> None:
+    def _greet(self, line: Line) -> Identity:
         """Agree on who is who. Raises ``LineError``."""
         nonce = secrets.token_hex(16)
-        line.send(Kind.GREETING, wire.greeting(nonce))
+        line.send(Kind.GREETING, greeting(nonce))
         kind, body = line.receive(wire.SHORT)
         said = wire.parsed(body)
         if kind is not Kind.HELLO:
             raise LineError(f"it says {kind.name} first")
-        if self._token and not wire.proves(said, self._token, nonce):
-            words = "the token is another one"
-        else:
-            words = Identity.heard(said).quarrel(self.identity)
-        if words:
+        peer, words = None, "the token is another one"
+        if not self._token or proves(said, self._token, nonce):
+            peer = Identity.heard(said)
+            words = peer.quarrel(self.identity)
+        if words or peer is None:
             self.refused += 1
-            log.warning("connector local: a peer was refused: %s", words)
+            log.warning("connector %s: a peer was refused and told: %s", self._name, words)
             line.send(Kind.REFUSED, words.encode())
             raise LineError(words)
-        line.send(Kind.WELCOME, self.identity.told(proof=wire.proof(self._token, str(said.get("nonce")))))
+        line.send(Kind.WELCOME, self.identity.told(proof=proof(self._token, str(said.get("nonce")))))
+        return peer
 
-    def _answer(self, line: Line, kind: Kind, body: bytes) -> None:
-        leases = self._leases
-        if kind is Kind.PREFIX and len(body) >= wire.PREFIX.size:
-            (wait,) = wire.PREFIX.unpack_from(body)
-            found = leases.find(wire.split_keys(body[wire.PREFIX.size :]), min(wait / 1000, WAIT))
-            line.send(Kind.FOUND, wire.FOUND.pack(*found))
-        elif kind is Kind.READ and len(body) >= wire.READ.size:
+    def _answer(self, line: Line, peer: Identity, kind: Kind, body: bytes) -> None:
+        leases, size = self._leases, len(body)
+        if kind is Kind.PREFIX and size >= wire.PREFIX.size:
+            self._find(line, body)
+        elif kind is Kind.READ and size >= wire.READ.size:
             claim, checked = wire.READ.unpack_from(body)
             self._give(line, claim, wire.split_keys(body[wire.READ.size :]), checked=checked)
-        elif kind in (Kind.RENEW, Kind.RELEASE) and len(body) == wire.CLAIM.size:
+        elif kind is Kind.PLACES and size >= wire.CLAIM.size:
+            (claim,) = wire.CLAIM.unpack_from(body)
+            pages = leases.places(claim, wire.split_keys(body[wire.CLAIM.size :]))
+            self.given += len(pages or ())
+            line.send(*((Kind.EXPIRED,) if pages is None else (Kind.PLACED, struct.pack(f">{len(pages)}I", *pages))))
+        elif kind is Kind.WANT and size >= wire.WANT.size and self._pusher is not None:
+            keys = wire.split_keys(body[wire.WANT.size :])
+            self._pusher.push(line, peer, wire.WANT.unpack_from(body), keys)
+        elif kind is Kind.REVOKE and size == wire.CLAIM.size and self._pusher is not None:
+            open_yet = self._pusher.revoke(peer.incarnation, *wire.CLAIM.unpack(body))
+            line.send(Kind.HELD if open_yet else Kind.EXPIRED)
+        elif kind in (Kind.RENEW, Kind.RELEASE) and size == wire.CLAIM.size:
             ask = leases.renew if kind is Kind.RENEW else leases.release
             line.send(Kind.HELD if ask(*wire.CLAIM.unpack(body)) else Kind.EXPIRED)
         else:
-            raise LineError(f"it asks {kind.name} with {len(body)} bytes")
+            raise LineError(f"it asks {kind.name} with {size} bytes")
+
+    def _find(self, line: Line, body: bytes) -> None:
+        """Claim pages. Where whoever asked has gone meanwhile, nobody would ever release the claim."""
+        claim, enough, wait = wire.PREFIX.unpack_from(body)
+        keys = wire.split_keys(body[wire.PREFIX.size :])
+        found, count = self._leases.find(keys, min(wait / 1000, WAIT), enough, claim)
+        if line.stale:
+            self._leases.release(found)
+            raise LineError("it did not wait for the answer")
+        line.send(Kind.FOUND, wire.FOUND.pack(found, count))
 
     def _give(self, line: Line, claim: int, keys: list[bytes], *, checked: bool) -> None:
         """Send pages, in order. As long as this runs, their lease does not end."""
@@ -172,16 +202,18 @@ class Server:
             return
         hand_off, pages = begun
         until = time.monotonic() + self._longest
+        well = False
         try:
             line.send(Kind.GIVING, wire.GIVING.pack(len(pages)))
             for first, end in self._rows.batches(len(pages)):
                 rows = self._rows.of(pages[first:end])
-                head = wire.PAGES.pack(first, end - first, wire.checksum(rows) if checked else 0)
+                head = wire.PAGES.pack(first, end - first, checksum(rows) if checked else 0)
                 line.send(Kind.PAGES, head, rows, until)
                 self.given += end - first
             line.send(Kind.END)
+            well = True
         finally:
-            self._leases.end(hand_off)
+            self._leases.end(hand_off, well=well)
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -1,0 +1,246 @@
+"""NIXL moves the bytes: its UCX backend, over TCP or, between processes of one host, shared memory.
+
+What version 1.5.1 was seen to do, with two processes on one host:
+
+==========================  ============================================================================================
+the sender is killed        ``NIXL_ERR_REMOTE_DISCONNECT`` at the next look; a part of the bytes has arrived
+it is stopped               TCP: moving, for ever. Shared memory: the reader's kernel copies, and it is done
+it goes on after ``drop``   TCP: **all bytes arrive**, also after ``remove_remote_agent``. Only the end of the reader's
+                            agent ends that: its sockets are closed, and there is no thread left that would write
+it goes on, and the reader  TCP: UCX **aborts the sender's process** ("Endpoint timeout") or it crashes, while it
+has died meanwhile          answers a READ that came before. A WRITE to a target in that state does no harm
+``release`` under way       returns at once, without an error
+the peer unregistered it    the READ succeeds; where the memory is also unmapped, TCP crashes the peer
+pieces out of range         refused before anything moves (``NIXL_ERR_NOT_FOUND``)
+a name that is known        another process's card: refused. The same card again: fine
+16384 pieces                fine
+several threads             with ``STRICT`` an agent takes one call at a time; over shared memory a call is the copy
+==========================  ============================================================================================
+
+Errors are exceptions; the state ``ERR`` was never seen. Importing the library silences ``logging``'s own complaints in
+the whole process and brings a handler for SIGHUP; both are kept from happening.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.core.errors import ConfigError
+from engine.plugins.connectors._pieces import spans
+from engine.plugins.connectors._transport import Motion, Transport, TransportError, Words
+
+log = logging.getLogger(__name__)
+
+MODULES = ("nixl._api", "nixl_cu12._api")
+HINT = "needs nixl: pip install 'sixhooks[nixl]'"
+QUIET = {"UCX_LOG_LEVEL": "error", "UCX_HANDLE_ERRORS": "none", "UCX_DEBUG_SIGNO": "0", "NIXL_LOG_LEVEL": "ERROR"}
+_once = threading.Lock()
+
+
+def library() -> Any:
+    """The library's module; the environment that it reads at this moment is set first. Raises ``ConfigError``."""
+    for name in MODULES:
+        complains = logging.raiseExceptions
+        try:
+            with _once, _environment(QUIET):
+                return import_module(name)
+        except ModuleNotFoundError:
+            continue
+        except ImportError as error:
+            raise ConfigError(f"nixl cannot be loaded: {error}") from error
+        finally:
+            logging.raiseExceptions = complains
+    raise ConfigError(HINT)
+
+
+class NixlTransport(Transport):
+    """Pull: READs from the peer's memory.
+
+    Args:
+        tls: UCX's transports. ``UCX_TLS`` of the environment goes first.
+        devices: network devices that UCX may use and listens on, e.g. ``lo``; empty: all. ``UCX_NET_DEVICES`` of the
+            environment goes first.
+
+    Raises:
+        ConfigError: the library is not installed, or cannot be loaded.
+    """
+
+    name: ClassVar[str] = "nixl"
+    operation: ClassVar[str] = "READ"
+
+    def __init__(self, tls: str = "tcp,shm,self", devices: str = "") -> None:
+        self._library = library()
+        self._environment = {**QUIET, "UCX_TLS": tls, **({"UCX_NET_DEVICES": devices} if devices else {})}
+        self._agent: Any = None
+        self._lock = threading.Lock()  # of the books; the library has its own
+        self._remotes: dict[str, _Remote] = {}
+        self._motions: set[NixlMotion] = set()
+
+    def open(self, memory: Sequence[NDArray[np.uint8]]) -> str:
+        """An agent of its own, under a name that nobody has: the library refuses a second one with a name it knows."""
+        api = self._library
+        sync = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+        name = f"sixhooks-{os.getpid()}-{secrets.token_hex(8)}"
+        try:
+            with _once, _environment(self._environment):
+                self._agent = api.nixl_agent(name, api.nixl_agent_config(backends=["UCX"], sync_mode=sync))
+            held = [(start, length, 0, "") for start, length in spans(memory)]
+            self._registered = self._agent.register_memory(held, "DRAM") if held else None
+            return base64.b64encode(self._agent.get_agent_metadata()).decode()
+        except Exception as error:  # the library's own have no base
+            raise TransportError(f"nixl: {_words(error)}") from error
+
+    def connect(self, peer: str, card: str) -> None:
+        """Another card of a peer replaces what was known of it."""
+        with self._lock:
+            known = self._remotes.get(peer)
+        if known is not None and known.card == card:
+            return
+        self.disconnect(peer)
+        try:
+            said = self._agent.add_remote_agent(base64.b64decode(card))
+            name = said.decode() if isinstance(said, bytes) else str(said)
+            self._agent.make_connection(name)
+        except Exception as error:
+            raise TransportError(f"nixl: peer {peer}: {_words(error)}") from error
+        with self._lock:
+            self._remotes[peer] = _Remote(name, card)
+
+    def disconnect(self, peer: str) -> None:
+        """What the peer is still sending arrives all the same; only ``close`` ends that."""
+        with self._lock:
+            remote = self._remotes.pop(peer, None)
+        if remote is not None:
+            remote.gone = True
+            try:
+                self._agent.remove_remote_agent(remote.name)
+            except Exception as error:
+                log.debug("nixl: peer %s could not be removed: %s", peer, _words(error))
+
+    def begin(self, peer: str, ours: Words, theirs: Words, lengths: Words) -> NixlMotion:
+        """Over shared memory this is the whole copy; over TCP it is done by UCX's thread."""
+        with self._lock:
+            remote = self._remotes.get(peer)
+        if remote is None:
+            raise TransportError(f"nixl: peer {peer} is not connected")
+        agent = self._agent
+        try:
+            here, there = (agent.get_xfer_descs(_pieces(places, lengths), "DRAM") for places in (ours, theirs))
+            handle = agent.initialize_xfer(self.operation, here, there, remote.name)
+        except Exception as error:
+            raise TransportError(f"nixl: {_words(error)}") from error
+        motion = NixlMotion(self, remote, handle)
+        with self._lock:
+            self._motions.add(motion)
+        motion.look(lambda: agent.transfer(handle))
+        return motion
+
+    def close(self) -> None:
+        """End the agent and its thread: from here on nothing is written any more, whatever peers still send."""
+        agent, self._agent = self._agent, None
+        if agent is None:
+            return
+        for motion in list(self._motions):
+            motion.drop()
+        for peer in list(self._remotes):
+            self._remotes.pop(peer).gone = True
+        if self._registered is not None:
+            try:
+                agent.deregister_memory(self._registered)
+            except Exception as error:
+                log.warning("nixl: memory could not be unregistered: %s", _words(error))
+
+
+class NixlPushTransport(NixlTransport):
+    """Push: WRITEs into the peer's memory. What is stopped and goes on cannot be hurt by the other side's end."""
+
+    pushes: ClassVar[bool] = True
+    operation: ClassVar[str] = "WRITE"
+
+
+class NixlMotion(Motion):
+    """One of the library's transfers."""
+
+    def __init__(self, transport: NixlTransport, remote: _Remote, handle: Any) -> None:
+        self._transport, self._remote, self._handle = transport, remote, handle
+        self._state: Literal["moving", "done", "failed"] = "moving"
+
+    def state(self) -> Literal["moving", "done", "failed"]:
+        """Ask the library. What a peer that is forgotten has not sent yet counts as failed."""
+        if self._state != "moving":
+            return self._state
+        agent = self._transport._agent
+        if self._handle is None or agent is None:
+            return self._failed("it was dropped")
+        if self._remote.gone:
+            return self._failed("the peer was disconnected")
+        return self.look(lambda: agent.check_xfer_state(self._handle))
+
+    def look(self, ask: Any) -> Literal["moving", "done", "failed"]:
+        """Learn the state from what the library answers to ``ask``."""
+        try:
+            said = ask()
+        except Exception as error:
+            return self._failed(_words(error))
+        if said == "DONE":
+            self._state = "done"
+        elif said != "PROC":
+            return self._failed(f"the library says {said}")
+        return self._state
+
+    def drop(self) -> None:
+        """Release the handle, under way or not."""
+        handle, self._handle = self._handle, None
+        with self._transport._lock:
+            self._transport._motions.discard(self)
+        if handle is not None:
+            try:
+                handle.release()
+            except Exception as error:  # under way, and the backend cannot cancel: the agent's end frees it
+                log.debug("nixl: a transfer could not be released: %s", _words(error))
+
+    def _failed(self, reason: str) -> Literal["failed"]:
+        self._state, self.reason = "failed", f"nixl: {reason}"
+        return "failed"
+
+
+class _Remote:
+    """A peer's agent."""
+
+    def __init__(self, name: str, card: str) -> None:
+        self.name, self.card = name, card
+        self.gone = False
+
+
+def _pieces(places: Words, lengths: Words) -> NDArray[np.uint64]:
+    """As the library takes them: ``[n, 3]`` of address, bytes, device."""
+    out = np.zeros((len(places), 3), np.uint64)
+    out[:, 0], out[:, 1] = places, lengths
+    return out
+
+
+def _words(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+@contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """Variables that the user has not set are set inside; children and other users of UCX do not see them."""
+    mine = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(mine)
+    try:
+        yield
+    finally:
+        for name in mine:
+            os.environ.pop(name, None)

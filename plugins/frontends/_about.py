@@ -1,0 +1,37 @@
+"""What a server says of its engine: how it is, and what it is."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+from engine.core.serve.client import AsyncEngine
+
+
+def health_of(engine: AsyncEngine) -> dict[str, Any]:
+    """``status`` (``ok`` or ``dead``), the cause, and the requests that are open."""
+    health = engine.health()
+    return {"status": "ok" if health.ok else "dead", "cause": health.cause, "open_requests": health.open_requests}
+
+
+def about(engine: AsyncEngine, name: str, incarnation: str) -> dict[str, Any]:
+    """All that whoever routes requests must know: role, model, pages, connectors with their addresses, health.
+
+    Args:
+        name: what clients call the model.
+        incarnation: differs each time that the server is started.
+    """
+    limits = engine.limits
+    return {
+        "object": "engine",
+        "version": version("sixhooks"),
+        "incarnation": incarnation,
+        "role": engine.config.role,
+        "model": name,
+        "fingerprint": engine.model.fingerprint,
+        "page_size": limits.page_size,
+        "num_pages": limits.num_pages,
+        "max_model_len": limits.max_model_len,
+        "connectors": engine.description.get("connectors", {}),
+        "health": health_of(engine),
+    }

@@ -1,0 +1,158 @@
+"""The proxy's endpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from importlib.metadata import version
+from typing import Any
+
+import httpx
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from engine.plugins.frontends._errors import HTTPError, as_http
+from engine.plugins.frontends._openai_routes import LARGE_BODY, id_of
+from engine.plugins.frontends._wire import ClientGone, authorize, json_response, read_body, until_gone
+from engine.proxy.bodies import Wish
+from engine.proxy.choosing import Chooser
+from engine.proxy.fleet import Fleet, none_ready
+from engine.proxy.metrics import Metrics
+from engine.proxy.options import ProxyOptions
+from engine.proxy.outlet import Outlet, SlowReader
+from engine.proxy.relay import Relay, unavailable
+
+log = logging.getLogger("engine.proxy")
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class Routes:
+    """The OpenAI interface of a fleet."""
+
+    def __init__(self, options: ProxyOptions, fleet: Fleet) -> None:
+        self.options, self.fleet = options, fleet
+        self.metrics = Metrics(fleet)
+        self.relay = Relay(options, fleet, Chooser(options), self.metrics)
+
+    def app(self) -> FastAPI:
+        """The ASGI application."""
+        app = FastAPI(title="Sixhooks proxy", version=version("sixhooks"), docs_url=None, redoc_url=None)
+        for path, method, handler, guarded in (
+            ("/v1/chat/completions", "POST", self.generate, True),
+            ("/v1/completions", "POST", self.generate, True),
+            ("/v1/models", "GET", self.models, True),
+            ("/v1/models/{name:path}", "GET", self.models, True),
+            ("/health", "GET", self.health, False),
+            ("/metrics", "GET", self.scrape, False),
+            ("/version", "GET", self.version, False),
+        ):
+            app.add_api_route(
+                path, self._safely(handler, guarded), methods=[method], response_model=None, name=handler.__name__
+            )
+        app.add_exception_handler(HTTPException, self._no_route)
+        return app
+
+    async def generate(self, request: Request) -> Response:
+        """A completion of text or of a conversation."""
+        body, path = await read_body(request, self.options.max_body_bytes), request.url.path
+        parse = Wish.parse
+        wish = await asyncio.to_thread(parse, path, body) if len(body) > LARGE_BODY else parse(path, body)
+        return Relayed(self, wish, id_of(request))
+
+    async def models(self, request: Request) -> Response:
+        """What the engines that answer say of their model."""
+        for peer in [peer for peer in self.fleet.decode if peer.ready]:
+            try:
+                answer = await self.fleet.client.get(peer.url + request.url.path, timeout=self.options.peer_timeout)
+            except httpx.HTTPError as error:
+                peer.suspect(f"cannot be asked: {error}")
+                continue
+            return Response(answer.content, answer.status_code, media_type="application/json")
+        raise unavailable(none_ready("decode", self.fleet.decode))
+
+    async def health(self, request: Request) -> Response:
+        """200 while requests can be answered, else 503; every engine with its state, and who cannot be paired."""
+        fleet, cause = self.fleet, None
+        if not any(peer.ready for peer in fleet.decode):
+            cause = none_ready("decode", fleet.decode)
+        elif fleet.prefill and not fleet.givers():
+            cause = none_ready("prefill", [peer for peer in fleet.prefill if not peer.ready])
+        able = cause is None or (not self.options.prefill_required and any(peer.ready for peer in fleet.decode))
+        status = "ok" if cause is None else "degraded" if able else "not ready"
+        body = {"status": status, "cause": cause, **fleet.describe(), "unpaired": fleet.problems()}
+        return json_response(body, 200 if able else 503)
+
+    async def scrape(self, request: Request) -> Response:
+        """Prometheus metrics."""
+        return Response(self.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def version(self, request: Request) -> Response:
+        """The proxy's version."""
+        return json_response({"version": version("sixhooks")})
+
+    # ---- around every endpoint
+
+    def _safely(self, handler: Handler, guarded: bool) -> Handler:
+        async def endpoint(request: Request) -> Response:
+            try:
+                if guarded:
+                    authorize(request, self.options.api_key)
+                return await handler(request)
+            except ClientGone:
+                self.metrics.ended("left")
+                return Response(status_code=499)
+            except Exception as error:
+                return self._refusal(request, error)
+
+        endpoint.__doc__ = handler.__doc__
+        return endpoint
+
+    def _refusal(self, request: Request, error: Exception) -> Response:
+        failure = as_http(error)
+        if failure.code == "internal_error":
+            log.error("an endpoint failed", exc_info=error)
+        if request.method == "POST":
+            self.metrics.ended("refused" if failure.status < 500 else "failed")
+        return json_response(failure.body(), failure.status, {**failure.headers, "x-request-id": id_of(request)})
+
+    async def _no_route(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        code = "method_not_allowed" if error.status_code == 405 else "not_found"
+        words = f"{error.detail}: {request.method} {request.url.path}"
+        return self._refusal(request, HTTPError(error.status_code, words, code=code, headers=dict(error.headers or {})))
+
+
+class Relayed(Response):
+    """An answer that is fetched while it is sent. A client that leaves ends what it had begun on all engines."""
+
+    def __init__(self, routes: Routes, wish: Wish, request_id: str) -> None:
+        self.status_code, self.background, self.body = 200, None, b""
+        self._routes, self._wish, self._id = routes, wish, request_id
+        self.init_headers()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Fetch and send."""
+        metrics = self._routes.metrics
+        out = Outlet(send, self._id, self._routes.options.slow_reader, metrics.first_byte.observe)
+        outcome = "failed"
+        try:
+            outcome = await until_gone(receive, self._fetch(out))
+        except (ClientGone, SlowReader):
+            outcome = "left"
+        finally:
+            metrics.ended(outcome)
+
+    async def _fetch(self, out: Outlet) -> str:
+        headers: dict[str, Any] = {"content-type": "application/json", "x-request-id": self._id}
+        try:
+            return await self._routes.relay.serve(self._wish, headers, out)
+        except SlowReader:
+            raise
+        except Exception as error:
+            log.error("a request failed", exc_info=error)
+            await out.fail(as_http(error))
+            return "failed"
