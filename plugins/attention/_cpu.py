@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from engine.core.batch import Batch
 from engine.core.native import Kernels, PagedBatch, PagedShape
+
+MANY = 1024  # layers that are remembered
 
 
 class InPlaceAttention:
@@ -24,7 +27,9 @@ class InPlaceAttention:
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
         self._batch = PagedBatch()
+        self._at = ctypes.byref(self._batch)
         self._kept: tuple[NDArray[np.int64] | NDArray[np.int32], ...] = ()
+        self._layers: dict[tuple[int, int], _Pages] = {}
 
     def plan_batch(self, batch: Batch) -> None:
         """Lay out lengths and page tables, once for all layers. Replaces those of the step before."""
@@ -38,30 +43,53 @@ class InPlaceAttention:
         pages = _together(batch.pages, used.tolist(), size)
         self._kept = (starts, counts, firsts, offsets, pages)
         self._batch = PagedBatch(*(array.ctypes.data for array in self._kept), len(starts), size)
+        self._at = ctypes.byref(self._batch)
 
     def write(self, keys: Tensor, values: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
         """Store ``keys`` and ``values [tokens, kv_heads, head_dim]``. Mutates the pages."""
-        keys, values = _rows(keys), _rows(values)
-        shape = PagedShape(0, k_pages.shape[2], k_pages.shape[3], v_pages.shape[3])
+        keys, values, pages = _rows(keys), _rows(values), self._pages(k_pages, v_pages)
+        k_token, k_head, _ = keys.stride()
+        v_token, v_head, _ = values.stride()
         self._kernels.write(
-            ctypes.byref(self._batch),
-            *(keys.data_ptr(), keys.stride(0), keys.stride(1)),
-            *(values.data_ptr(), values.stride(0), values.stride(1)),
-            *(ctypes.byref(shape), k_pages.data_ptr(), v_pages.data_ptr()),
+            *(self._at, keys.data_ptr(), k_token, k_head, values.data_ptr(), v_token, v_head),
+            *(ctypes.byref(pages.shape), pages.k, pages.v),
         )
 
     def attend(self, query: Tensor, k_pages: Tensor, v_pages: Tensor, scale: float) -> Tensor:
         """Attention of ``query [tokens, heads, head_dim]``; the answer is new, ``[tokens, heads, v_head_dim]``."""
-        query = _rows(query)
+        query, pages = _rows(query), self._pages(k_pages, v_pages)
         tokens, heads, _ = query.shape
-        out = torch.empty(tokens, heads, v_pages.shape[3])
-        shape = PagedShape(heads, k_pages.shape[2], k_pages.shape[3], v_pages.shape[3])
+        token, head, _ = query.stride()
+        pages.shape.heads = heads
+        out = torch.empty(tokens, heads, pages.shape.v_dim)
         self._kernels.attend(
-            *(ctypes.byref(self._batch), ctypes.byref(shape)),
-            *(query.data_ptr(), query.stride(0), query.stride(1)),
-            *(k_pages.data_ptr(), v_pages.data_ptr(), scale, out.data_ptr(), torch.get_num_threads()),
+            *(self._at, ctypes.byref(pages.shape), query.data_ptr(), token, head, pages.k, pages.v, scale),
+            *(out.data_ptr(), torch.get_num_threads()),
         )
         return out
+
+    def _pages(self, k_pages: Tensor, v_pages: Tensor) -> _Pages:
+        """What the kernels are told of a layer's memory: the same at every step. It is looked at only once."""
+        key = id(k_pages), id(v_pages)
+        known = self._layers.get(key)
+        if known is None or known.tensors[0] is not k_pages:
+            if k_pages.dtype is not torch.float32 or not (k_pages.is_contiguous() and v_pages.is_contiguous()):
+                raise ValueError(f"attention cpu reads whole pages of float32, not of {k_pages.dtype}")
+            shape = PagedShape(0, k_pages.shape[2], k_pages.shape[3], v_pages.shape[3])
+            if len(self._layers) >= MANY:
+                self._layers.clear()
+            known = _Pages((k_pages, v_pages), k_pages.data_ptr(), v_pages.data_ptr(), shape)
+            self._layers[key] = known
+        return known
+
+
+class _Pages(NamedTuple):
+    """A layer's K and V (kept, so that their identity means something), their addresses, their shape."""
+
+    tensors: tuple[Tensor, Tensor]
+    k: int
+    v: int
+    shape: PagedShape
 
 
 def _rows(tensor: Tensor) -> Tensor:

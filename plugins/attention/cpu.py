@@ -54,6 +54,10 @@ class CPUAttention(Attention):
         """Attention of ``query [tokens, heads, head_dim]``; the answer is new, ``[tokens, heads, v_head_dim]``."""
         return self._planned.attend(query, k_pages, v_pages, scale)
 
+    def close(self) -> None:
+        """Let go of the pages."""
+        self._impl = None
+
     @staticmethod
     def _made() -> InPlaceAttention:
         try:

@@ -18,6 +18,7 @@ from engine.plugins.executors._native import NativeLinear
 from engine.plugins.executors._paged import Layer, active
 
 FAMILY = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+NOTHING: dict[str, Any] = {"attention_mask": None}
 PROBE = 5  # tokens that both ways must answer alike
 CLOSE = 1e-3  # largest difference of logits, as a part of the largest logit
 LINEARS = {
@@ -31,10 +32,12 @@ class NotFused(Exception):
 
 
 class _Block(NamedTuple):
-    """A layer: for the kernels, and its attention module, which knows its index and scale."""
+    """A layer: for the kernels, where that lies, and its attention module, with its scale."""
 
     spec: LayerSpec
+    at: Any
     attention: nn.Module
+    scale: float
 
 
 class FusedDecoder:
@@ -58,7 +61,8 @@ class FusedDecoder:
 
     def refresh(self) -> None:
         """Weights were replaced: those outside of linear layers lie elsewhere now. Mutates."""
-        self._blocks = [_Block(_spec(layer), layer.self_attn) for layer in self._decoder.layers]
+        layers = [(_spec(layer), layer.self_attn) for layer in self._decoder.layers]
+        self._blocks = [_Block(spec, ctypes.byref(spec), module, module.scaling) for spec, module in layers]
 
     def run(self, ids: Tensor, positions: Tensor, keep: Tensor, layer: Layer) -> Tensor:
         """Logits ``[kept, vocab]`` of the tokens at indices ``keep`` of a flattened batch ``ids, positions [tokens]``.
@@ -76,17 +80,15 @@ class FusedDecoder:
         scratch = self._room("scratch", rows, width)
         hidden = self._room("hidden", rows, first.gate.n)
         turned = (cosine.data_ptr(), sine.data_ptr(), *(room.data_ptr() for room in (q, k, v, scratch)), threads)
-        for number, (spec, attention) in enumerate(self._blocks, 1):
-            kernels.before(ctypes.byref(spec), x.data_ptr(), rows, *turned)
-            attended = layer(attention, q, k, v, attention.scaling, {}).contiguous()
+        after = (scratch.data_ptr(), hidden.data_ptr(), threads)
+        for number, (_, at, attention, scale) in enumerate(self._blocks, 1):
+            kernels.before(at, x.data_ptr(), rows, *turned)
+            attended = layer(attention, q, k, v, scale, NOTHING).contiguous()
             if number == len(self._blocks):
                 attended, x, rows = attended[keep], x[keep], len(keep)
                 if not rows:
                     return torch.empty(0, self._head.out_features)
-            kernels.after(
-                *(ctypes.byref(spec), attended.data_ptr(), rows),
-                *(x.data_ptr(), scratch.data_ptr(), hidden.data_ptr(), threads),
-            )
+            kernels.after(at, attended.data_ptr(), rows, x.data_ptr(), *after)
         return self._logits(x)
 
     def _logits(self, x: Tensor) -> Tensor:
@@ -120,9 +122,9 @@ class FusedDecoder:
     def _compare(self, module: nn.Module) -> None:
         """Both ways on a few tokens."""
         ids, positions = torch.arange(1, PROBE + 1) % module.config.vocab_size, torch.arange(PROBE)
-        with torch.inference_mode(), active(_dense):
+        with torch.inference_mode(), active(dense):
             wanted = module(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0]
-            found = self.run(ids, positions, positions, _dense)
+            found = self.run(ids, positions, positions, dense)
         apart = float((found - wanted).abs().max() / wanted.abs().max())
         if not apart < CLOSE:
             raise NotFused(f"its logits would differ from transformers' by {apart:.1e} of the largest")
@@ -153,7 +155,7 @@ def _spec(layer: nn.Module) -> LayerSpec:
     )
 
 
-def _dense(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, kwargs: dict[str, Any]) -> Tensor:
+def dense(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, kwargs: dict[str, Any]) -> Tensor:
     """Causal attention of a lone sequence ``[tokens, heads, dim]`` without pages."""
     q, k, v = (side.transpose(0, 1)[None] for side in (q, k, v))
     heads = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)

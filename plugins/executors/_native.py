@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from engine.core.native import Kernels, LinearSpec
 from engine.core.native.kernels import Format
 from engine.plugins.executors._packed import Packed, pack_linears
+from engine.plugins.executors._sampling import Largest
 
 LINE = 64  # bytes of a cache line
 HUGE = 2 << 20  # bytes of a huge page
@@ -92,6 +93,18 @@ class NativeLinear(Packed):
             *(ctypes.byref(self.spec), rows.data_ptr(), self.in_features, count, y.data_ptr(), torch.get_num_threads())
         )
         return y
+
+
+def largest_of(kernels: Kernels) -> Largest:
+    """What finds the largest number of each row of logits ``[rows, vocab]``, as ``_sampling.largest`` does."""
+
+    def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
+        rows, width = logits.shape
+        best, tokens = torch.empty(rows), torch.empty(rows, dtype=torch.long)
+        kernels.largest(logits.data_ptr(), rows, width, best.data_ptr(), tokens.data_ptr(), torch.get_num_threads())
+        return best, tokens
+
+    return largest
 
 
 def padded(kernels: Kernels, columns: int) -> int:

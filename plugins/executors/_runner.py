@@ -25,9 +25,10 @@ from engine.core.native.kernels import Format
 from engine.core.plan import Outcome, Plan
 from engine.core.protocols import Attention, ModelInfo
 from engine.plugins.executors._model import LoadedModel, kv_bytes, load_model
+from engine.plugins.executors._native import largest_of
 from engine.plugins.executors._packed import can_pack
 from engine.plugins.executors._paged import PagedLayers, active
-from engine.plugins.executors._sampling import draw_for, sample
+from engine.plugins.executors._sampling import Largest, draw_for, largest, sample
 from engine.plugins.executors._threads import threads
 from engine.plugins.executors._weights import Weights, chained, digest
 
@@ -53,6 +54,7 @@ class Runner:
         self._page_size = 0
         self._fingerprint = ""
         self._kernels = "torch"
+        self._largest: Largest = largest
         self._continuations = Continuations()
 
     def load(self) -> ModelInfo:
@@ -81,7 +83,7 @@ class Runner:
                 "attention": attention,
                 "packed_linears": packed,
                 "kernels": self._kernels,
-                "weight_format": self.options.weights if self._kernels == "compiled" else self.options.dtype,
+                "weights": self.options.weights if self._kernels.startswith("compiled") else self.options.dtype,
                 "threads": computing,
                 "load_seconds": round(time.perf_counter() - started, 3),
             },
@@ -92,10 +94,12 @@ class Runner:
         options = self.options
         if options.compiled and self._dtype is t.float32:
             try:
-                packed = model.compile(kernels(), Format[options.weights])
+                compiled = kernels()
+                packed = model.compile(compiled, Format[options.weights])
             except NoKernels as error:
                 log.warning("executor torch goes on without compiled kernels: %s", error)
             else:
+                self._largest = largest_of(compiled)
                 self._kernels = "compiled" if model.fused else f"compiled, in parts: {model.not_fused}"
                 return packed
         if options.weights != "float32":
@@ -132,7 +136,7 @@ class Runner:
             self._attention.plan_batch(batch)
             logits = self._model.run(ids, positions, t.tensor([ends[row] - 1 for row in rows], dtype=t.long))
             draws = [draw_for(plan.requests[row], starts[row] + plan.counts[row], self._seed) for row in rows]
-            chosen, bad = sample(logits, draws) if rows else ([], [])
+            chosen, bad = sample(logits, draws, self._largest) if rows else ([], [])
         failed = {rows[index]: "the model's logits are not numbers (NaN)" for index in bad}
         tokens: list[tuple[int, ...]] = [()] * len(plan.requests)
         for row, token in zip(rows, chosen, strict=True):

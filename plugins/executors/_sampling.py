@@ -8,7 +8,7 @@ tokens alone, in any batch, in any order of steps, and after a preemption. A tok
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 
 from engine.core.request import Request, SamplingParams
+
+Largest = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""What finds the largest number of each row, as ``largest`` does."""
 
 FORBIDDEN = float("-inf")
 FEW = 1024  # tokens looked at before a whole vocabulary is sorted
@@ -40,7 +43,13 @@ def draw_for(request: Request, position: int, engine_seed: int) -> Draw:
     return Draw(params, seed, position, banned)
 
 
-def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[int]]:
+def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest number of each row, and where it first is; NaN where a row holds one."""
+    best, tokens = logits.max(dim=-1)  # max passes NaN on
+    return best, tokens
+
+
+def sample(logits: Tensor, draws: Sequence[Draw], largest: Largest = largest) -> tuple[list[int], list[int]]:
     """Choose a token for each row of ``logits [rows, vocab]``. Mutates ``logits`` where ids are banned.
 
     Returns the tokens, and the indices of rows whose logits hold NaN (their token means nothing). Rows that are greedy
@@ -49,7 +58,7 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[int]]
     for row, draw in enumerate(draws):
         if draw.banned:
             logits[row, list(draw.banned)] = FORBIDDEN
-    best, tokens = logits.max(dim=-1)  # max passes NaN on
+    best, tokens = largest(logits)
     bad = [row for row, value in enumerate(best.tolist()) if value != value]
     chosen: list[int] = tokens.tolist()
     drawn = [row for row, draw in enumerate(draws) if not draw.params.greedy and row not in bad]
