@@ -31,7 +31,9 @@ class Ours:
         from engine.core.config import load_config
 
         flags = dict(option.split("=", 1) for option in options)
-        self.core = assemble(load_config(flags={"executor.threads": str(threads), **flags}).config)
+        if "executor" not in flags:  # another than the default has options of its own
+            flags.setdefault("executor.threads", str(threads))
+        self.core = assemble(load_config(flags=flags).config)
         self.about = self.core.describe()["model"]
 
     def serve(self, asked: Sequence[Asked]) -> dict[str, Any]:
