@@ -18,7 +18,7 @@ from engine.core.native import cache_folder, find_compiler, instruction_set, why
 
 NEEDED = (
     *("torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy", "pydantic", "pluggy", "pyzmq", "msgspec"),
-    *("fastapi", "uvicorn", "prometheus-client", "typer", "rich"),
+    *("fastapi", "uvicorn", "httpx", "prometheus-client", "typer", "rich"),
 )
 OPTIONAL = {
     "triton": "GPU kernels",

@@ -16,7 +16,7 @@ from engine.proxy.peers import Card, Handover, Peer, Side, handover
 
 log = logging.getLogger("engine.proxy")
 
-FIRST_REST, LONGEST_REST = 0.25, 5.0  # seconds that an engine which failed is left alone
+FIRST_REST, LONGEST_REST = 0.25, 2.0  # seconds that an engine which failed is left alone
 KEEP_ALIVE = 2.0  # seconds; servers close idle connections after 5, and a request must not meet that
 
 
@@ -26,12 +26,14 @@ class Fleet:
     Attributes:
         client: speaks HTTP with them.
         prefill, decode: those of each side.
+        unseen: those that have not been looked at yet; none after the longest ``peer_timeout``.
     """
 
     def __init__(self, options: ProxyOptions) -> None:
         self._options = options
         self.prefill = [self._peer(address, "prefill") for address in options.prefill]
         self.decode = [self._peer(address, "decode") for address in options.decode]
+        self.unseen: set[Peer] = {*self.prefill, *self.decode}
         self.client: httpx.AsyncClient
         self._watching: list[asyncio.Task[None]] = []
         self._told: dict[tuple[Peer, Peer], str] = {}
@@ -90,6 +92,7 @@ class Fleet:
         while True:
             was = peer.ready
             misses = 0 if await self._look_safely(peer) else misses + 1
+            self.unseen.discard(peer)
             if was and not peer.ready:
                 log.warning("%s engine %s gets no requests: %s", peer.side, peer.url, peer.cause)
             rest = min(LONGEST_REST, FIRST_REST * 2 ** (misses - 1)) if misses else self._options.poll
@@ -136,9 +139,10 @@ class Fleet:
         """Who fits whom may have changed. What does not fit is told once."""
         for giver in [peer] if peer.side == "prefill" else self.prefill:
             for taker in [peer] if peer.side == "decode" else self.decode:
+                if giver.card is None or taker.card is None:
+                    continue
                 found = self._pairs[giver, taker] = handover(giver, taker, self._options.connector)
-                known = giver.card is not None and taker.card is not None
-                if isinstance(found, str) and known and self._told.get((giver, taker)) != found:
+                if isinstance(found, str) and self._told.get((giver, taker)) != found:
                     log.warning("not paired: %s", found)
                     self._told[giver, taker] = found
 

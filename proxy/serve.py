@@ -20,8 +20,8 @@ ENDED_POLL = 0.01
 def serve(options: ProxyOptions) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit code 0.
 
-    Prints ``listening on http://HOST:PORT`` once connections are accepted, whether or not engines are ready. Port 0
-    takes any free one.
+    Prints ``listening on http://HOST:PORT`` once every engine has been looked at, whether or not they are ready. Port
+    0 takes any free one.
 
     Raises:
         ConfigError: the address cannot be used.
@@ -44,7 +44,7 @@ async def _serve(options: ProxyOptions, sock: socket.socket) -> int:
         )
         serving = asyncio.create_task(server.serve([sock]))
         with server.signals():
-            while not (server.started or serving.done()):
+            while not ((server.started and not fleet.unseen) or serving.done()):
                 await asyncio.sleep(ENDED_POLL)
             if serving.done():  # it never listened
                 await serving

@@ -213,7 +213,7 @@ class LLM:
         """
         self._check()
         if running == "finish":
-            while self.step():
+            while (self._streams or not self.core.settled) and self.step():
                 pass
         return self.core.update_weights(weights, running="refuse" if running == "finish" else running, version=version)
 

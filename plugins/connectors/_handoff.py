@@ -20,7 +20,8 @@ from engine.core.memory import KVLayout
 from engine.core.plan import Transfer, TransferEvent
 from engine.core.protocols import Connector, Context, ModelInfo
 from engine.plugins.connectors._handoff_claims import Claims
-from engine.plugins.connectors._handoff_errands import Decline, Desk, Errand, Fetch, Follow, LetGo, LookUp, Renew, Tally
+from engine.plugins.connectors._handoff_desk import Desk, Tally
+from engine.plugins.connectors._handoff_errands import Decline, Errand, Fetch, Follow, LetGo, LookUp, Renew
 from engine.plugins.connectors._handoff_hints import FROM, BadHint, Hints, read_hints
 from engine.plugins.connectors._handoff_identity import Identity
 from engine.plugins.connectors._handoff_leases import Leases
@@ -158,6 +159,8 @@ class HandOffConnector(Connector):
     def close(self) -> None:
         """End every connection and thread. What peers have not fetched yet they must compute."""
         self._leases.close()
+        if self._road is not None:
+            self._road.stop()
         if self._server is not None:
             self._server.close()
             self._server = None

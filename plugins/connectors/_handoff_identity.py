@@ -17,7 +17,8 @@ class Identity:
     Args:
         connector: its kind, as ``local``.
         lease: seconds that pages wait to be fetched.
-        card: how the transport of pages reaches it; empty: pages travel over the line.
+        mover: how its transport moves pages: ``pulled``, ``pushed``; ``streamed`` without one.
+        card: how the transport reaches it; empty: it does not.
         regions: ``[address, bytes a row, rows]`` of each region of KV memory, where the transport reads them.
         staging: ``[address, bytes]`` of where the transport may write, if it does.
     """

@@ -263,7 +263,7 @@ class Movers:
 
     def _for(self, peer: Identity) -> Mover:
         """Who moves pages from this peer to here. Raises ``Unreachable``."""
-        if self.style == "streamed" and self._streams:
+        if self._streams and (self.style == "streamed" or not peer.card):
             return self._streamed
         if peer.mover != self.style:
             raise Unreachable(f"pages are {peer.mover} there and {self.style} here")

@@ -45,6 +45,7 @@ class Pusher:
         self._open: dict[tuple[str, int], Motion | None] = {}  # what may still be written, by receiver and number
         self._revoked: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._reached: OrderedDict[str, None] = OrderedDict()
+        self._stopping = False
         self.given = 0
 
     def push(self, line: Line, peer: Identity, want: tuple[int, int, int, bool], keys: Sequence[bytes]) -> None:
@@ -86,6 +87,10 @@ class Pusher:
             motion.drop()
             del self._open[receiver, number]
             return False
+
+    def stop(self) -> None:
+        """Give up what is under way. Mutates."""
+        self._stopping = True
 
     def close(self) -> None:
         """Nobody looks at what was given up any more. Mutates."""
@@ -139,6 +144,8 @@ class Pusher:
         pause = FIRST_LOOK
         while (state := motion.state()) == "moving":
             now = time.monotonic()
+            if self._stopping:
+                raise _GivenUp("the engine is being closed", motion)
             if now - began > self._stall:
                 raise _GivenUp(f"it has not ended in {self._stall:g} seconds", motion)
             if now - told > HEARTBEAT:

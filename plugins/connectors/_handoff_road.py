@@ -80,6 +80,11 @@ class Road:
             if replaced and self._staging is not None:
                 self._staging.over(incarnation)
 
+    def stop(self) -> None:
+        """What is being pushed is given up. Mutates."""
+        if self._pusher is not None:
+            self._pusher.stop()
+
     def close(self) -> None:
         """Give everything back. Nobody moves anything any more."""
         if self._pusher is not None:

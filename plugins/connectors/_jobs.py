@@ -21,7 +21,8 @@ log = logging.getLogger(__name__)
 GOODBYE = 5.0  # seconds that a slice under way has before its thread is given up
 URGENCY = ("pull", "probe", "push", "task")
 COMPUTING = 0.002  # seconds since the engine's thread was last here after which it must be computing
-BREATH = 0.02  # seconds that a worker pauses at most after a slice while the engine computes
+SHARE = 0.1  # of one processor that a worker takes while the engine computes: that is what a step may get longer by
+LOOK = 0.005  # seconds between two looks whether the engine still does
 WAIT = {"probe": 0.5, "pull": 1.0, "push": 1.0}  # of patience: how long a look-up may take; a slice of the others
 
 
@@ -87,6 +88,7 @@ class Workers:
         self._wake = threading.Condition()
         self._hanging = 0  # workers in a slice of a job that is over
         self.closing = False
+        self._closed = threading.Event()
         self._seen = time.monotonic()
         self._threads = [threading.Thread(target=self._serve, name=f"engine-{name}", daemon=True) for _ in range(count)]
         for thread in self._threads:
@@ -158,6 +160,7 @@ class Workers:
         """Stop the threads; what was not done yet never is. One that hangs is left behind after a while."""
         with self._wake:
             self.closing = True
+            self._closed.set()
             self._wake.notify_all()
         until = time.monotonic() + GOODBYE
         for thread in self._threads:
@@ -167,7 +170,7 @@ class Workers:
 
     def _serve(self) -> None:
         while (job := self._next()) is not None:
-            began = time.monotonic()
+            began = time.thread_time()
             event: TransferEvent | None = None
             more = False
             try:
@@ -184,7 +187,7 @@ class Workers:
                     reason = f"{type(error).__name__}: {error}"
                     event = TransferEvent(job.wish.id, "failed", failed_pages=job.wish.pages[job.at :], reason=reason)
             self._back(job, event, more)
-            self._breathe(time.monotonic() - began)
+            self._breathe(time.thread_time() - began)
 
     def _next(self) -> Job | None:
         with self._wake:
@@ -208,6 +211,7 @@ class Workers:
                 self._queues[job.kind].appendleft(job)
 
     def _breathe(self, spent: float) -> None:
-        """Leave the processor to the engine for as long as it was taken, if it computes."""
-        if time.monotonic() - self._seen > COMPUTING and not self.closing:
-            time.sleep(min(spent, BREATH))
+        """Leave the processor to the engine after so many seconds of it, for as long as the engine computes."""
+        until = time.monotonic() + spent * (1 - SHARE) / SHARE
+        while (now := time.monotonic()) < until and now - self._seen > COMPUTING and not self.closing:
+            self._closed.wait(min(LOOK, until - now))

@@ -7,7 +7,7 @@ the target is killed        the first pieces fail within 0.3 s; those that still
 it is stopped               moving for 30 s, then failed
 it goes on after ``drop``   **all bytes arrive**; also those of a motion that failed: what queues is still written
 pieces out of range         refused by the target, which survives; the reason is in its log alone
-pieces                      a batch of 4096 fails and one of 2048 does not; a piece is a request of its own anyway
+many pieces                 of more than about 2,000 that a target has not taken yet some fail, in one batch or many
 the blocking calls          wait in a loop that takes a whole processor. The form for batches that should not block
                             does so too, and ``transfer_check_status`` looks at a batch's first piece alone
 several threads             fine
@@ -15,13 +15,12 @@ where it listens            on **all interfaces**, on two ports of its choice, w
 ==========================  ============================================================================================
 
 So every piece is submitted by itself, and asked for by itself: that is sound, as fast as a batch, and leaves the
-processor to others.
+processor to others. A target is never given more than ``WINDOW`` of them at once.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import threading
 import time
@@ -37,13 +36,15 @@ from engine.core.errors import ConfigError
 from engine.plugins.connectors._pieces import spans, within
 from engine.plugins.connectors._transport import Motion, Transport, TransportError, Words
 
-log = logging.getLogger(__name__)
+Piece = tuple[int, int, int]
+"""Address here, address there, bytes."""
 
-HINT = "needs mooncake: pip install 'sixhooks[mooncake]'"
+HINT = "connector mooncake needs mooncake: pip install 'sixhooks[mooncake]'"
 RDMA = "libibverbs"
-RDMA_HINT = "needs libibverbs, also where there is no RDMA: apt-get install libibverbs1"
+RDMA_HINT = "connector mooncake needs libibverbs, also where there is no RDMA: apt-get install libibverbs1"
 FAILED = 2**64 - 1  # -1 as the library's number of a batch
 GREETING = 5.0  # seconds that a peer has to take nothing
+WINDOW = 1024  # pieces that a target has not taken yet
 
 
 def library() -> Any:
@@ -54,7 +55,9 @@ def library() -> Any:
     except ModuleNotFoundError:
         raise ConfigError(HINT) from None
     except ImportError as error:
-        raise ConfigError(RDMA_HINT if RDMA in str(error) else f"mooncake cannot be loaded: {error}") from error
+        raise ConfigError(
+            RDMA_HINT if RDMA in str(error) else f"connector mooncake: the library cannot be loaded: {error}"
+        ) from error
 
 
 class MooncakeTransport(Transport):
@@ -77,7 +80,8 @@ class MooncakeTransport(Transport):
         self._held: list[tuple[int, int]] = []
         self._lock = threading.Lock()
         self._peers: dict[str, _Target] = {}
-        self._dropped: list[deque[int]] = []  # pieces that nobody waits for, and that the library still holds
+        self._left: list[_Target] = []  # disconnected, with pieces that they have not taken
+        self._dropped: list[MooncakeMotion] = []  # nobody waits for them, and the library still holds some pieces
 
     def open(self, memory: Sequence[NDArray[np.uint8]]) -> str:
         """An engine of its own, which listens on two ports of its choice."""
@@ -102,8 +106,9 @@ class MooncakeTransport(Transport):
             session, address = str(said["session"]), int(said["address"])
         except (ValueError, TypeError, KeyError):
             raise TransportError(f"mooncake: peer {peer}: its card makes no sense") from None
-        target = _Target(session, card)
-        nothing = MooncakeMotion(self, target, self._submit(target, [(self._held[0][0], address, 0)]))
+        with self._lock:
+            target = next((one for one in self._left if one.card == card), None) or _Target(session, card)
+        nothing = MooncakeMotion(self, target, [(self._held[0][0], address, 0)])
         until = time.monotonic() + GREETING
         while (state := nothing.state()) == "moving" and time.monotonic() < until:
             time.sleep(0.001)
@@ -114,11 +119,10 @@ class MooncakeTransport(Transport):
             self._peers[peer] = target
 
     def disconnect(self, peer: str) -> None:
-        """The library keeps what it knows of it, and writes what it was told to write."""
+        """The library writes what it was told to write; motions that are open go on to say how that goes."""
         with self._lock:
             target = self._peers.pop(peer, None)
-        if target is not None:
-            target.gone = True
+            self._left = [one for one in [*self._left, target] if one is not None and one.open]
 
     def begin(self, peer: str, ours: Words, theirs: Words, lengths: Words) -> MooncakeMotion:
         """The library's threads write; this one only hands the pieces over."""
@@ -129,8 +133,7 @@ class MooncakeTransport(Transport):
         if not within(ours, lengths, self._held):
             raise TransportError("mooncake: pieces outside of the memory that is registered here")
         self._reap()
-        pieces = zip(ours.tolist(), theirs.tolist(), lengths.tolist(), strict=True)
-        return MooncakeMotion(self, target, self._submit(target, pieces))
+        return MooncakeMotion(self, target, list(zip(ours.tolist(), theirs.tolist(), lengths.tolist(), strict=True)))
 
     def close(self) -> None:
         """End the engine, its threads and ports."""
@@ -138,8 +141,6 @@ class MooncakeTransport(Transport):
         if engine is None:
             return
         with self._lock:
-            for target in self._peers.values():
-                target.gone = True
             self._peers.clear()
             self._dropped.clear()
         for start, _ in self._held:
@@ -147,74 +148,101 @@ class MooncakeTransport(Transport):
 
     # ---- inside
 
-    def _submit(self, target: _Target, pieces: Any) -> deque[int]:
-        """The library's numbers of the pieces; what it refuses is ``FAILED`` at the end."""
-        numbers: deque[int] = deque()
-        for ours, theirs, length in pieces:
-            number = self._engine.transfer_submit_write(target.session, ours, theirs, length)
-            numbers.append(number)
-            if number in (0, FAILED, -1):
-                numbers[-1] = FAILED
-                break
-        return numbers
-
-    def _reap(self) -> None:
-        """What nobody waits for is asked for until the library has ended it: only then does it free it."""
-        with self._lock:
-            waiting, self._dropped = self._dropped, []
-            for numbers in waiting:
-                left = deque(one for one in numbers if one != FAILED and not self._ended(one))
-                if left:
-                    self._dropped.append(left)
+    def _submit(self, target: _Target, piece: Piece) -> int:
+        """The library's number of the piece, or ``FAILED``."""
+        number = int(self._engine.transfer_submit_write(target.session, *piece))
+        return FAILED if number in (0, -1) else number
 
     def _ended(self, number: int) -> int:
         """1: arrived, -1: failed, 0: neither. The library forgets the number with the first two."""
         said = self._engine.transfer_check_status(number)
         return said if said in (1, -1) else 0
 
+    def _reap(self) -> None:
+        """What nobody waits for is asked for until the library has ended it: only then does it free it."""
+        with self._lock:
+            self._dropped = [motion for motion in self._dropped if not motion.over()]
+
 
 class MooncakeMotion(Motion):
-    """Pieces in the order in which they were handed over."""
+    """Pieces in order: those that wait here, and those that the library has."""
 
-    def __init__(self, transport: MooncakeTransport, target: _Target, numbers: deque[int]) -> None:
-        self._transport, self._target, self._numbers = transport, target, numbers
+    def __init__(self, transport: MooncakeTransport, target: _Target, pieces: list[Piece]) -> None:
+        self._transport, self._target = transport, target
+        self._waiting = pieces[::-1]
+        self._numbers: deque[int] = deque()
         self._state: Literal["moving", "done", "failed"] = "moving"
+        self._feed()
 
     def state(self) -> Literal["moving", "done", "failed"]:
-        """Ask for the first piece that has not arrived yet."""
+        """Ask for the first pieces that have not arrived yet, and hand over the next."""
         if self._state != "moving":
             return self._state
-        if self._target.gone or self._transport._engine is None:
-            return self._failed("the peer was disconnected")
-        while self._numbers:
-            if self._numbers[0] == FAILED:
-                return self._failed("the peer cannot be reached")
-            ended = self._transport._ended(self._numbers[0])
-            if not ended:
-                return "moving"
-            self._numbers.popleft()
-            if ended < 0:
-                return self._failed("a write failed; its log says why")
-        self._state = "done"
-        return "done"
+        if self._transport._engine is None:
+            return self._failed("it was closed")
+        if self._take():
+            return self._failed("a write failed; its log says why")
+        self._feed()
+        if self._numbers and self._numbers[-1] == FAILED:
+            return self._failed("the peer cannot be reached")
+        if not (self._numbers or self._waiting):
+            self._state = "done"
+        return self._state
 
     def drop(self) -> None:
-        """What the library has not ended yet is left to ``_reap``."""
-        numbers, self._numbers = self._numbers, deque()
-        if numbers:
-            with self._transport._lock:
-                self._transport._dropped.append(numbers)
+        """What the library has not ended yet is left to the transport; what it does not have yet never goes."""
+        self._waiting = []
         if self._state == "moving":
             self._failed("it was dropped")
+        if self._numbers:
+            with self._transport._lock:
+                self._transport._dropped.append(self)
+
+    def over(self) -> bool:
+        """Whether the library has ended every piece that it was given."""
+        while self._take():
+            pass
+        return not self._numbers
+
+    # ---- inside
+
+    def _take(self) -> bool:
+        """Forget the first pieces that have ended; whether one of them failed."""
+        numbers, bad = self._numbers, False
+        while numbers and not bad:
+            ended = -1 if numbers[0] == FAILED else self._transport._ended(numbers[0])
+            if not ended:
+                break
+            numbers.popleft()
+            self._target.count(-1)
+            bad = ended < 0
+        return bad
+
+    def _feed(self) -> None:
+        """Hand over as many pieces as the target may have."""
+        if self._waiting and self._target.open >= WINDOW:
+            self._transport._reap()
+        while self._waiting and self._target.open < WINDOW:
+            self._target.count(1)
+            self._numbers.append(self._transport._submit(self._target, self._waiting.pop()))
+            if self._numbers[-1] == FAILED:
+                self._waiting = []
 
     def _failed(self, reason: str) -> Literal["failed"]:
+        self._waiting = []
         self._state, self.reason = "failed", f"mooncake: {reason}"
         return "failed"
 
 
 class _Target:
-    """A peer's engine."""
+    """A peer's engine. ``open``: pieces that it has not taken yet."""
 
     def __init__(self, session: str, card: str) -> None:
         self.session, self.card = session, card
-        self.gone = False
+        self.open = 0
+        self._lock = threading.Lock()
+
+    def count(self, more: int) -> None:
+        """So many more. Mutates."""
+        with self._lock:
+            self.open += more

@@ -1,7 +1,8 @@
-"""One tier of several: a store that is asked for what it has, and whose failures are nobody else's."""
+"""Tiers: stores one over the other, each asked for what it has; the failures of one are nobody else's."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -11,6 +12,8 @@ from engine.core.pace import Line
 from engine.plugins.connectors._health import Unreachable
 from engine.plugins.connectors._store import StoreConnector
 
+TURNS = 8  # changes of tier within one prefix that are looked for; what is beyond is not found
+UNDER_WAY = 128 * 2**20  # bytes that wait for being copied to another tier; what is beyond is not copied
 T = TypeVar("T")
 
 
@@ -100,3 +103,56 @@ class Tier:
         if self.store.remote:
             self.store.health.worked()
         return answer
+
+
+def where(tiers: Sequence[Tier], keys: Sequence[bytes]) -> list[tuple[Tier, int]]:
+    """Which tier has how many of the keys, from the first key on without a gap; each the uppermost that has them."""
+    runs: list[tuple[Tier, int]] = []
+    at = 0
+    while at < len(keys) and len(runs) < TURNS:
+        for place, tier in enumerate(tiers):
+            count = tier.has_many(keys[at : at + stretch(tiers[:place], keys[at:])])
+            if count:
+                runs.append((tier, count))
+                at += count
+                break
+        else:
+            break
+    return runs
+
+
+def stretch(above: Sequence[Tier], keys: Sequence[bytes]) -> int:
+    """Pages after the first until one of the tiers above has one."""
+    if not above:
+        return len(keys)
+    return next((at for at, key in enumerate(keys) if at and any(tier.has(key) for tier in above)), len(keys))
+
+
+class Copies:
+    """Pages on their way to another tier, done when nothing else is to be done: whoever loads does not wait for it.
+
+    Attributes: ``made``, pages that were copied; ``left_out``, those that were not, since too much was under way.
+    """
+
+    def __init__(self, later: Callable[[Callable[[], bool]], None]) -> None:
+        self._later = later
+        self._lock = threading.Lock()
+        self._bytes = self.made = self.left_out = 0
+
+    def begin(self, tier: Tier, keys: Sequence[bytes], pages: Sequence[Bytes]) -> None:
+        """Have them copied to this tier, as far as it lacks them."""
+        size = sum(page.nbytes for page in pages)
+        with self._lock:
+            if self._bytes + size > UNDER_WAY:
+                self.left_out += len(keys)
+                return
+            self._bytes += size
+
+        def task() -> bool:
+            count, _ = tier.keep(keys, pages.__getitem__)
+            with self._lock:
+                self._bytes -= size
+                self.made += count
+            return False
+
+        self._later(task)

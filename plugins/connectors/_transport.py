@@ -70,7 +70,8 @@ class Transport(ABC):
 
     @abstractmethod
     def disconnect(self, peer: str) -> None:
-        """Forget a peer. Its motions that are still open fail. Idempotent, fine for unknown peers."""
+        """Forget a peer. Its motions that are still open fail, or go on to say the truth. Idempotent, fine for unknown
+        peers."""
 
     @abstractmethod
     def begin(self, peer: str, ours: Words, theirs: Words, lengths: Words) -> Motion:

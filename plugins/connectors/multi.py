@@ -17,14 +17,11 @@ from pydantic import Field
 
 from engine.core.errors import ConfigError, suggest
 from engine.core.memory import Bytes, KVLayout
-from engine.core.protocols import Connector
+from engine.core.protocols import Connector, ModelInfo
 from engine.plugins.connectors._store import MOST_KEYS, StoreConnector, StoreOptions
-from engine.plugins.connectors._tiers import Tier
+from engine.plugins.connectors._tiers import Copies, Tier, stretch, where
 
 SEEN = 200_000  # keys whose uses are counted
-TURNS = 8  # changes of tier within one prefix that are looked for; what is beyond is not found
-UNDER_WAY = 128 * 2**20  # bytes that wait for being copied to another tier; what is beyond is not copied
-Runs = list[tuple[Tier, int]]
 
 
 class MultiStore(StoreConnector):
@@ -58,7 +55,7 @@ class MultiStore(StoreConnector):
         self._uses: OrderedDict[bytes, int] = OrderedDict()
         self._holders: dict[bytes, int] = {}  # a bit a tier; only where somebody listens
         self._fetching: set[bytes] = set()
-        self._under_way = self.promoted = self.uncopied = 0
+        self._copies = Copies(self._later)
 
     def compose(self, others: Sequence[Connector]) -> Sequence[Connector]:
         """Take over the stores among them, or those that ``tiers`` names. Raises ``ConfigError``."""
@@ -106,8 +103,13 @@ class MultiStore(StoreConnector):
 
     def stats(self) -> dict[str, int | float]:
         """Own numbers and those of the tiers."""
-        own = {**super().stats(), "promoted": self.promoted, "uncopied": self.uncopied}
+        own = {**super().stats(), "copied": self._copies.made, "uncopied": self._copies.left_out}
         return {**own, **{name: value for tier in self._tiers for name, value in tier.stats().items()}}
+
+    def weights_changed(self, model: ModelInfo) -> None:
+        """Tell the tiers."""
+        for tier in self._tiers:
+            tier.store.weights_changed(model)
 
     def close(self) -> None:
         """Close the tiers, after the threads that use them."""
@@ -125,7 +127,7 @@ class MultiStore(StoreConnector):
             self._prefetch(keys[count:])
             return count, ((count, self._tiers[0].pace.predict(count)),) if count else ()
         pages, seconds, costs = 0, 0.0, []
-        for tier, count in self._where(keys):
+        for tier, count in where(self._tiers, keys):
             pages += count
             seconds += tier.pace.predict(count)
             costs.append((pages, seconds))
@@ -133,7 +135,7 @@ class MultiStore(StoreConnector):
 
     def has_many(self, keys: Sequence[bytes]) -> int:
         """How many of the first some tier has."""
-        return sum(count for _, count in self._where(keys))
+        return sum(count for _, count in where(self._tiers, keys))
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Tell the tiers."""
@@ -153,7 +155,7 @@ class MultiStore(StoreConnector):
         while len(got) < len(keys):
             rest = keys[len(got) :]
             for place, tier in enumerate(self._tiers):
-                pages = tier.get_many(rest[: self._stretch(rest, place)])
+                pages = tier.get_many(rest[: stretch(self._tiers[:place], rest)])
                 if pages:
                     self._spread(place, rest[: len(pages)], pages)
                     got += pages
@@ -161,25 +163,6 @@ class MultiStore(StoreConnector):
             else:
                 break
         return got
-
-    def _where(self, keys: Sequence[bytes]) -> Runs:
-        runs: Runs = []
-        at = 0
-        while at < len(keys) and len(runs) < TURNS:
-            for place, tier in enumerate(self._tiers):
-                count = tier.has_many(keys[at : at + self._stretch(keys[at:], place)])
-                if count:
-                    runs.append((tier, count))
-                    at += count
-                    break
-            else:
-                break
-        return runs
-
-    def _stretch(self, keys: Sequence[bytes], place: int) -> int:
-        """Pages until a tier above has one again."""
-        above = self._tiers[:place]
-        return next((at for at, key in enumerate(keys) if at and any(tier.has(key) for tier in above)), len(keys))
 
     # ---- saving
 
@@ -230,7 +213,9 @@ class MultiStore(StoreConnector):
         return range(len(keys))
 
     def _used(self, keys: Sequence[bytes]) -> list[bool]:
-        """Count a use of each; whether it was used often by now."""
+        """Count a use of each, if that matters; whether it was used often by now."""
+        if self.options.write != "selective":
+            return []
         with self._lock:
             for key in keys:
                 self._uses[key] = self._uses.pop(key, 0) + 1
@@ -245,29 +230,11 @@ class MultiStore(StoreConnector):
         """What was read from a tier is copied up, and down where it was used often enough by now."""
         targets = list(range(place)) if self.options.promote else []
         for target in targets:
-            self._copy(target, list(keys), list(pages))
+            self._copies.begin(self._tiers[target], list(keys), list(pages))
         if self.options.write == "selective":
             chosen = [at for at, yes in enumerate(self._used(keys)) if yes]
             for target in range(place + 1, len(self._tiers)) if chosen else ():
-                self._copy(target, [keys[at] for at in chosen], [pages[at] for at in chosen])
-
-    def _copy(self, target: int, keys: list[bytes], pages: list[Bytes]) -> None:
-        """Later: whoever waits for a load does not wait for this."""
-        size = sum(page.nbytes for page in pages)
-        with self._lock:
-            if self._under_way + size > UNDER_WAY:
-                self.uncopied += len(keys)
-                return
-            self._under_way += size
-
-        def task() -> bool:
-            count, _ = self._tiers[target].keep(keys, pages.__getitem__)
-            with self._lock:
-                self._under_way -= size
-                self.promoted += count
-            return False
-
-        self._later(task)
+                self._copies.begin(self._tiers[target], [keys[at] for at in chosen], [pages[at] for at in chosen])
 
     def _prefetch(self, keys: Sequence[bytes]) -> None:
         """Fetch into the first tier what those below have, a slice at a time."""
@@ -283,7 +250,7 @@ class MultiStore(StoreConnector):
             for tier in self._tiers[1:]:
                 got += tier.get_many(part[len(got) :])
             count, words = self._tiers[0].keep(part[: len(got)], got.__getitem__) if got else (0, "")
-            self.promoted += count
+            self._copies.made += count
             del left[: len(part)]
             if left and len(got) == len(part) and not words:
                 return True

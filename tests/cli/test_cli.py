@@ -50,7 +50,7 @@ def test_version_and_help() -> None:
 def test_starting_the_command_imports_nothing_heavy() -> None:
     code = (
         "import sys, engine.cli.app as app; app.build()\n"
-        "print([m for m in ('torch', 'transformers', 'fastapi', 'uvicorn', 'zmq') if m in sys.modules])"
+        "print([m for m in ('torch', 'transformers', 'fastapi', 'uvicorn', 'httpx', 'zmq') if m in sys.modules])"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
@@ -93,6 +93,13 @@ def test_plugin_options_among_the_arguments(arguments: list[str], plain: list[st
         (["plugins", "--schedulr.x", "1"], "did you mean 'scheduler'?"),
         (["serve", "--executor", "sim", "--api-key", ""], "api_key (flag --api-key): is empty"),
         (["serve", "--executor", "sim", "--step-timeout", "0"], "step_timeout (flag --step-timeout)"),
+        (["serve", "--executor", "sim", "--role", "prefil"], "role (flag --role): "),
+        (["serve", "--executor", "sim", "--role", "decode"], "role (flag --role): 'decode' needs a connector"),
+        (["proxy"], "--decode"),
+        (["proxy", "--decode", "h:1"], "--decode: 'h:1' is not a URL such as http://127.0.0.1:8001"),
+        (["proxy", "--decode", "http://h:1", "--style", "trt"], "--style 'trt': one of vllm, sglang"),
+        (["proxy", "--decode", "http://h:1", "--host", "256.0.0.1"], "cannot listen on 256.0.0.1:8000"),
+        (["proxy", "--decode", "http://h:1", "--scheduler.x", "1"], "'proxy' takes no plugin options"),
         (["sevre"], "serve"),
     ],
 )

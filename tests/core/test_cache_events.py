@@ -24,6 +24,7 @@ from engine.core.cache_feed import CacheFeed, next_port
 from engine.core.cache_index import CacheIndex
 from engine.core.cache_subscriber import CacheSubscriber
 from engine.core.identity import namespace_digest, page_digests
+from engine.core.registry import make
 from engine.core.request import pack
 from engine.testing import ScriptedModel, ShadowExecutor, make_core
 
@@ -601,3 +602,20 @@ def test_the_hit_rate_is_of_what_was_looked_up():
     said(core, list(range(10)))
     said(core, list(range(10)))
     assert core.cache.stats()["hit_rate"] == pytest.approx(8 / 20)
+
+
+def test_the_host_tier_is_told_of_exactly():
+    """Under pressure in both tiers, and after a flush of both."""
+    store = make("connector", "host", {"capacity": "320"})
+    core, log = told_core(connectors=[store], executor=ShadowExecutor(), num_pages=16)
+    for n in range(12):
+        said(core, [n % 5] * 13)
+    index = check(core, log)
+    there = {key for n in range(5) for key in keys_of(core, [n] * 13) if store.has_many([key])}
+    assert index.pages("host") == there
+    assert 0 < len(there) < 15
+    core.cache.flush(tiers=True)
+    core.close()
+    late = CacheIndex()
+    late.load(log.snapshot())
+    assert late.pages("host") == set()

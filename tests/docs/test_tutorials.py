@@ -6,7 +6,9 @@ Blocks, in the order of the page:
 * ``console`` is typed into one shell: ``$ command``, and below it what it prints, where ``…`` stands for anything. A
   command must succeed, unless the next one is ``echo $?``;
 * ``python`` is run;
-* ``text`` is a picture, and ``toml`` without a caption an example: both are left alone.
+* ``text`` is a picture, ``toml`` and ``sh`` without a caption are examples: they are left alone.
+
+Ports 8000 to 8099 are free ones, others each time.
 """
 
 from __future__ import annotations
@@ -28,9 +30,13 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TUTORIALS = sorted(path for path in (ROOT / "docs" / "tutorials").glob("*.md") if path.name != "index.md")
+TUTORIALS = [
+    *sorted(path for path in (ROOT / "docs" / "tutorials").glob("*.md") if path.name != "index.md"),
+    ROOT / "docs" / "disaggregation.md",
+]
 FENCE = re.compile(r"^```(?P<kind>\S[^\n]*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
-OTHER = ("text", "toml")
+OTHER = ("text", "toml", "sh")
+PORT = re.compile(r"\b80\d\d\b")
 LIMIT = 60  # seconds a command may take
 TOO_SLOW = "BROKEN     A step costs at most"
 SCRIPTS = {"engine": "engine.cli:main", "pip": "pip._internal.cli.main:main", "pytest": "pytest:main"}
@@ -170,9 +176,9 @@ def walk(page: Path, home: Path) -> None:
 
 def follow(text: str, shell: Shell, folder: Path) -> None:
     """Type in and compare."""
-    port = free_port()
-    shell.run(f"export ENGINE_PORT={port}")
-    for block in blocks(text.replace("8000", port)):
+    ports = {named: free_port() for named in {"8000", *PORT.findall(text)}}
+    shell.run(f"export ENGINE_PORT={ports['8000']}")
+    for block in blocks(PORT.sub(lambda named: ports[named[0]], text)):
         if block.kind == "file":
             file = folder / block.file
             file.parent.mkdir(parents=True, exist_ok=True)

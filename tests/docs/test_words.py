@@ -59,9 +59,12 @@ def test_whoever_loops_by_hand_takes_the_deltas():
     assert all("core.take_deltas()" in block for block in loops)
 
 
-def test_the_tier_of_the_readme_can_be_selected():
-    (flags,) = re.findall(r"`(--connector [^`]+)`", (DOCS.parent / "README.md").read_text())
-    code = "from engine.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", code, "config", *flags.split()], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"^connectors.file.root +DIR +flag --connector.file.root$", done.stdout, re.MULTILINE)
+def test_the_tiers_of_the_readme_can_be_selected():
+    shown = {}
+    for flags in re.findall(r"`(--connector [^`]+)`", (DOCS.parent / "README.md").read_text()):
+        code = "from engine.cli import main; main()"
+        done = subprocess.run([sys.executable, "-c", code, "config", *flags.split()], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        shown[flags] = done.stdout
+    file = shown["--connector file --connector.file.root DIR"]
+    assert re.search(r"^connectors.file.root +DIR +flag --connector.file.root$", file, re.MULTILINE)

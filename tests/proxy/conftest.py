@@ -96,7 +96,7 @@ class Proxy:
     """A proxy on a port of its own, in a thread."""
 
     def __init__(self, *, prefill=(), decode=(), ready=True, **options) -> None:
-        told = {"poll": 0.1, "peer_timeout": 3.0, "prefill_timeout": 20.0, "backend_api_key": KEY, **options}
+        told = {"poll": 0.1, "peer_timeout": 15.0, "prefill_timeout": 30.0, "backend_api_key": KEY, **options}
         self.options = ProxyOptions(
             prefill=tuple(Address(one.url) for one in prefill), decode=tuple(Address(one.url) for one in decode), **told
         )

@@ -77,8 +77,7 @@ def test_answers_are_those_of_one_engine(style, scene, engines):
         assert [choice["text"] for choice in answer["choices"]] == [choice["text"] for choice in alone["choices"]]
     assert proxy.count("pairings", how="handed") == 6
     proxy.ended({"answered": 6})
-    if style == "vllm":
-        assert [cached(answer) for answer in answers] == [96] * 6
+    assert [cached(answer) for answer in answers] == [96] * 6
 
 
 def test_several_prompts_in_one_request(scene, engines):
@@ -187,7 +186,7 @@ def test_a_client_that_leaves_ends_its_request_everywhere(scene, engines):
     proxy = scene()
     with proxy.stream(**body(4000)) as answer:
         assert next(answer.iter_lines()).startswith("data: ")
-    with pytest.raises(httpx.ReadTimeout):
+    with pytest.raises(httpx.TimeoutException):
         proxy.http.post("/v1/completions", json=body(4000), timeout=0.5)
     proxy.ended({"left": 2})
     for engine in engines:
@@ -197,17 +196,16 @@ def test_a_client_that_leaves_ends_its_request_everywhere(scene, engines):
 def test_a_client_that_leaves_while_its_prompt_is_computed(scene, engines, frozen):
     proxy, giver = scene(peer_timeout=30.0), engines[0]
     frozen(giver)
-    with pytest.raises(httpx.ReadTimeout):
+    with pytest.raises(httpx.TimeoutException):
         proxy.http.post("/v1/completions", json=body(4000), timeout=0.5)
     proxy.ended({"left": 1})
     giver.signal(signal.SIGCONT)
     giver.idle()
 
 
-@pytest.mark.parametrize(("style", "stream"), [("vllm", True), ("sglang", False)])
-def test_killed_before_the_first_byte_another_answers(style, stream, scene, engines, frozen, wait_for):
-    proxy, giver, taker = scene(style=style, policy="round-robin", peer_timeout=30.0), *engines[:2]
-    wish = body(stream=stream)
+def test_killed_before_the_first_byte_another_answers(scene, engines, frozen, wait_for):
+    proxy, giver, taker = scene(policy="round-robin", peer_timeout=30.0), *engines[:2]
+    wish = body(stream=True)
     frozen(taker)  # it says nothing any more, and then it dies
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(proxy.ask, **wish)
@@ -215,24 +213,22 @@ def test_killed_before_the_first_byte_another_answers(style, stream, scene, engi
         taker.kill()
         answer = asked.result()
     assert answer.status_code == 200
-    if stream:
-        alone = giver.http.post("/v1/completions", json=wish).content
-        assert said(answer.content) == said(alone) != ""
-    else:
-        assert text(answer.json()) == text(giver.ask(**wish))
+    alone = giver.http.post("/v1/completions", json=wish).content
+    assert said(answer.content) == said(alone) != ""
     assert proxy.count("retries", side="decode") == 1
     proxy.ended({"answered": 1})
     assert proxy.ready() == {giver.url, engines[2].url}
 
 
-def test_silent_before_the_first_byte_another_answers_and_it_comes_back(scene, engines, frozen, wait_for):
-    proxy, taker = scene(policy="round-robin", peer_timeout=1.0), engines[1]
+@pytest.mark.parametrize("style", STYLES)
+def test_silent_before_the_first_byte_another_answers_and_it_comes_back(style, scene, engines, frozen, wait_for):
+    proxy, taker = scene(style=style, policy="round-robin", peer_timeout=3.0), engines[1]
     frozen(taker)
     answer = proxy.ask(**body()).raise_for_status().json()
     assert answer["usage"]["completion_tokens"] == 8
     assert proxy.count("retries", side="decode") == 1
     cause = proxy.health()["decode"][0]["cause"]
-    assert cause == "it has said nothing for 1 s"
+    assert cause == "it has said nothing for 3 s"
     taker.signal(signal.SIGCONT)
     wait_for(lambda: taker.url in proxy.ready(), "it is not taken back")
 
@@ -253,7 +249,7 @@ def test_killed_after_the_first_byte_the_stream_ends_with_an_error(scene, engine
 
 def test_tries_are_bounded(scene, engines, frozen):
     """No retries: a request whose engine is gone is not asked for elsewhere."""
-    proxy, taker = scene(retries=0, policy="round-robin", peer_timeout=1.0), engines[1]
+    proxy, taker = scene(retries=0, policy="round-robin", peer_timeout=3.0), engines[1]
     frozen(taker)
     answer = proxy.ask(**body())
     assert answer.status_code == 503

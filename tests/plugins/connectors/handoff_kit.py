@@ -65,6 +65,7 @@ class CopyMotion(Motion):
         self.transport, self.pid, self.pieces = transport, pid, pieces
         self.held = self.failing = self.first = None
         self.dropped = False
+        self._lock = threading.Lock()
         self._state = "moving"
 
     def state(self):
@@ -73,7 +74,12 @@ class CopyMotion(Motion):
         return self._state
 
     def land(self):
-        """Copy, also if nobody looks any more: that is a late write."""
+        """Copy, also if nobody looks any more: that is a late write. Once."""
+        with self._lock:
+            if self._state == "moving":
+                self._copy()
+
+    def _copy(self):
         if self.first is not None:
             self.first()
         try:

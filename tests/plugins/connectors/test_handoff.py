@@ -89,11 +89,11 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("what", DIFFERENT)
-def test_b28_who_does_not_fit_is_refused_in_words(what, opened, caplog):
+def test_b28_who_does_not_fit_is_refused_in_words(what, mover, opened, caplog):
     options, shape, words = DIFFERENT[what]
-    sender = opened(memory(), token="secret", engine="upstairs")
+    sender = opened(memory(), mover, token="secret", engine="upstairs")
     lease(sender, [key(0)], [0])
-    receiver = opened(memory(**shape), **{"token": "secret", "engine": "downstairs", **options})
+    receiver = opened(memory(**shape), mover, **{"token": "secret", "engine": "downstairs", **options})
     event = ask(receiver, "probe", [key(0)], kv_from=sender.address)
     assert event.kind == "failed"
     assert re.search(words, event.reason), event.reason
@@ -101,7 +101,7 @@ def test_b28_who_does_not_fit_is_refused_in_words(what, opened, caplog):
     assert "asked again in" in again.reason, "not connected to for every request"
     assert sender.stats()["peers_refused"] == 1
     assert "secret" not in caplog.text
-    other = opened(memory(seed=1), token="secret")
+    other = opened(memory(seed=1), mover, token="secret")
     assert ask(other, "probe", [key(0)], kv_from=sender.address).tokens == 4
 
 

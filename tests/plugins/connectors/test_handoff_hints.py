@@ -129,7 +129,7 @@ def test_a_promise_that_is_not_kept_costs_no_more_than_the_patience(kept, mover,
     start = time.monotonic()
     expect(receiver, sender.address)
     event = answer_of(receiver)
-    assert time.monotonic() - start < 1.0
+    assert time.monotonic() - start < 3.0
     assert event.failed_pages == tuple(range(6 + kept, 12))
     assert event.reason == f"peer {sender.address}: the peer had {kept} of 6 pages in time"
     assert all((target.read(6 + page) == memory().read(page)).all() for page in range(kept))

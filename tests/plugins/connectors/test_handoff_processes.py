@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import signal
@@ -54,7 +55,7 @@ CHILD = """
 """
 
 
-PAGES = 1500  # of 64 KiB: far more than the kernel buffers
+PAGES = 500  # of 64 KiB: far more than the kernel buffers
 
 
 @pytest.fixture
@@ -110,6 +111,7 @@ def stopping(receiver, process, number):
     receiver.copy.script = script
 
 
+@functools.cache
 def content(pages=PAGES):
     return np.random.default_rng(5).integers(0, 256, (pages, 65536), dtype=np.uint8)
 
@@ -146,8 +148,8 @@ def test_b24_a_sender_that_is_stopped_and_goes_on_writes_nothing_late(cancelled,
     region[:] = 99  # somebody else has these pages now
     os.kill(process.pid, signal.SIGCONT)
     if mover == "pushed":
-        staging = receiver._road._staging.area
-        wait_for(lambda: any((slot == content()[SLOT : 2 * SLOT].reshape(-1)).all() for slot in slots(staging)))
+        late, staging = content()[SLOT : 2 * SLOT].reshape(-1), receiver._road._staging.area
+        wait_for(lambda: any((slot == late).all() for slot in slots(staging)))
     else:
         time.sleep(0.5)
     assert (region == 99).all(), "bytes landed after the transfer's end was told"

@@ -63,6 +63,7 @@ class Peer:
 
     def stop(self) -> None:
         os.kill(self.process.pid, signal.SIGSTOP)
+        os.waitpid(self.process.pid, os.WUNTRACED)
 
     def go_on(self) -> None:
         os.kill(self.process.pid, signal.SIGCONT)
@@ -210,6 +211,7 @@ def test_who_is_not_connected_is_said(pair):
     end(motion)
     motion.drop()
     motion.drop()
+    assert motion.state() == "done"
     here.transport.disconnect("peer")
     here.transport.disconnect("peer")
     here.transport.disconnect("nobody")
@@ -289,6 +291,32 @@ def test_what_a_stopped_peer_still_writes(pair):
         wait_for(lambda: (here.memory == 2).all())
 
 
+@pytest.mark.parametrize("which", ["nixl", "nixl-push", "mooncake"])
+@pytest.mark.parametrize("then", ["goes on", "is killed"])
+def test_a_motion_says_the_truth_after_its_peer_was_disconnected(then, pair):
+    """A slot of a staging area is free again when its motion has ended: that must be seen."""
+    here, peer = pair.connected(mine=1, theirs=2)
+    here.move(peer, [0], [0], [64])
+    pieces = np.arange(0, SIZE, 1 << 16)
+    peer.stop()
+    motion = here.begin(peer, pieces, pieces, [1 << 16] * len(pieces))
+    time.sleep(0.1)
+    here.transport.disconnect("peer")
+    assert motion.state() == "moving"
+    with pytest.raises(TransportError, match="not connected"):
+        here.begin(peer, [0], [0], [64])
+    if then == "goes on":
+        peer.go_on()
+        end(motion)
+        assert here.transport.pushes or (here.memory == 2).all()
+        here.transport.connect("peer", peer.card)
+        here.move(peer, [0], [0], [64])
+    else:
+        peer.kill()
+        end(motion, "failed")
+    motion.drop()
+
+
 @pytest.mark.parametrize("which", ["nixl"])
 def test_nothing_is_written_after_close(pair):
     here, peer = pair.connected(mine=1, theirs=2)
@@ -315,6 +343,18 @@ def test_nothing_is_left_open(which):
         del one
         gc.collect()
     wait_for(lambda: (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))) <= before)
+
+
+@pytest.mark.parametrize("which", ["nixl", "mooncake"])
+def test_nothing_is_computed_while_nothing_moves(which):
+    """The library's own thread takes no processor: NIXL's looks without a pause, if it is not told otherwise."""
+    one = Here(which, 1 << 16)
+    time.sleep(0.2)
+    begun = time.process_time()
+    time.sleep(1.0)
+    used = time.process_time() - begun
+    one.close()
+    assert used < 0.1
 
 
 # ---- libraries that are missing

@@ -137,7 +137,7 @@ def test_best_effort_takes_what_is_in_the_first_tier_and_fetches_the_rest_for_th
     assert event.tokens == 8, "answered at once"
     eventually(lambda: has(host, keys) == [1] * 6)
     assert ask(multi, "probe", keys).tokens == 24
-    assert multi.stats()["promoted"] == 4
+    assert multi.stats()["copied"] == 4
 
 
 def test_wait_waits_for_all_of_it(tiers, memory, key, ask):
@@ -337,4 +337,38 @@ def test_a_store_that_is_no_tier_stays_on_its_own(tmp_path):
     assert set(core.describe()["connectors"]) == {"multi", "file"}
     answer(core)
     assert core.stats()["connector_file_kept"] == core.stats()["connector_multi_kept"] > 0
+    core.close()
+
+
+@pytest.mark.model
+def test_a_real_model_says_the_same_whatever_happens_to_its_tiers(tmp_path):
+    """Cold; from memory; after a restart from files; with files that are damaged."""
+    from engine.core.models.source import resolve
+    from engine.core.models.tokenizer import load_tokenizer
+
+    tokens = load_tokenizer(resolve("default")).encode("The quick brown fox jumps over the lazy dog. " * 8)
+    whole = (len(tokens) - 1) // 16 * 16
+    stores = ["multi", "host", {"name": "file", "root": str(tmp_path)}]
+
+    def run(core, salt):
+        core.kv.reset()
+        request = core.add(tokens, SamplingParams(max_tokens=6, temperature=0.0), salt=salt)
+        while core.has_work:
+            core.step()
+        return list(request.output), request.cached_tokens
+
+    core = assemble(EngineConfig(connectors=stores, num_pages=64))
+    multi = next(plugin for plugin in core._plugins if plugin.name == "multi")
+    expected, _ = run(core, "cold")
+    assert run(core, "cold") == (expected, whole)
+    for number, how in enumerate(("corrupted", "truncated", "of another layout"), 1):
+        assert run(core, how) == (expected, 0)
+        multi._tiers[0].store.forget_all()
+        damage(how, tmp_path)
+        assert run(core, how) == (expected, 0)
+        assert core.counters.failed_loads == number
+    assert run(core, "kept") == (expected, 0)
+    core.close()
+    core = assemble(EngineConfig(connectors=stores, num_pages=64))
+    assert run(core, "kept") == (expected, whole)
     core.close()
