@@ -85,7 +85,7 @@ class EngineConfig(BaseModel):
     scheduler: Selected = Field(Selection(name="unified"), description="who runs when")
     kvcache: Selected = Field(Selection(name="paged"), description="how cached prefixes are indexed")
     executor: Selected = Field(Selection(name="torch"), description="what computes the steps")
-    attention: Selected = Field(Selection(name="torch"), description="attention backend of the executor")
+    attention: Selected = Field(Selection(name="auto"), description="attention backend of the executor")
     frontend: Selected = Field(Selection(name="openai"), description="what serves people")
     policies: SelectedMany = Field((), description="small plugins that answer one hook; the first is asked first")
     connectors: SelectedMany = Field((), description="what moves KV to other engines and tiers")

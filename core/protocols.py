@@ -486,6 +486,20 @@ class Attention(Plugin, ABC):
     Layout of one layer's K and of its V: ``[num_pages, page_size, kv_heads, head_dim]``.
     """
 
+    def prepare(self, *, device: str, dtype: str) -> str:
+        """What K, V and queries will be: told at most once, before ``start``. Returns, in words, what will compute.
+
+        May take seconds, to compile. Default: its name, for everything.
+
+        Args:
+            device: where they are, e.g. ``cpu``.
+            dtype: their type, e.g. ``float32``.
+
+        Raises:
+            ConfigError: it cannot; says why, and what would help.
+        """
+        return self.name
+
     @abstractmethod
     def plan_batch(self, batch: Batch) -> None:
         """Prepare for a batch (lengths, page tables): called once a step, before the first layer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from os import PathLike
@@ -15,12 +16,15 @@ from torch import Tensor
 
 from engine.core.batch import Batch
 from engine.core.continuation import Continuations, Row
-from engine.core.errors import ExecutionError, ModelError
+from engine.core.errors import ConfigError, ExecutionError, ModelError
 from engine.core.memory import KVLayout, layout_digest
 from engine.core.models.source import resolve
+from engine.core.native import NoKernels, kernels
+from engine.core.native.kernels import Format
 from engine.core.plan import Outcome, Plan
 from engine.core.protocols import Attention, ModelInfo
 from engine.plugins.executors._model import LoadedModel, kv_bytes, load_model
+from engine.plugins.executors._native import argmax_of
 from engine.plugins.executors._packed import can_pack
 from engine.plugins.executors._paged import PagedLayers, active
 from engine.plugins.executors._sampling import Sampler
@@ -29,6 +33,8 @@ from engine.plugins.executors._weights import Weights, chained, digest
 
 if TYPE_CHECKING:
     from engine.plugins.executors.torch import TorchOptions
+
+log = logging.getLogger(__name__)
 
 
 class Runner:
@@ -46,6 +52,7 @@ class Runner:
         self._layers: PagedLayers | None = None
         self._page_size = 0
         self._fingerprint = ""
+        self._kernels = "torch"
         self._continuations = Continuations()
 
     def load(self) -> ModelInfo:
@@ -53,9 +60,10 @@ class Runner:
         started = time.perf_counter()
         dtype = self._dtype
         source = resolve(self._model_name)
+        attention = self._attention.prepare(device="cpu", dtype=self.options.dtype)
         with threads(self.options.threads):
             model, computing = load_model(source, dtype), t.get_num_threads()
-        packed = model.pack() if self.options.packed and can_pack(dtype) else 0
+            packed = self._pack(model)
         self._model = model
         self._fingerprint = f"{model.fingerprint}:{self.options.dtype}"
         return ModelInfo(
@@ -70,12 +78,34 @@ class Runner:
                 "parameters": model.parameters,
                 "layers": len(model.layers),
                 "dtype": self.options.dtype,
-                "attention": self._attention.name,
+                "attention": attention,
                 "packed_linears": packed,
+                "kernels": self._kernels,
+                "weights": self.options.weights if self._kernels.startswith("compiled") else self.options.dtype,
                 "threads": computing,
                 "load_seconds": round(time.perf_counter() - started, 3),
             },
         )
+
+    def _pack(self, model: LoadedModel) -> int:
+        """Bring the linear layers into the layout of whoever computes them; returns how many were. Mutates."""
+        options = self.options
+        if options.compiled and self._dtype is t.float32:
+            try:
+                compiled = kernels()
+                packed = model.compile(compiled, Format[options.weights])
+            except NoKernels as error:
+                log.warning("executor torch goes on without compiled kernels: %s", error)
+            else:
+                self._sampler.argmax = argmax_of(compiled)
+                self._kernels = "compiled" if model.fused else f"compiled, in parts: {model.not_fused}"
+                return packed
+        if options.weights != "float32":
+            raise ConfigError(f"executor torch: weights in {options.weights} need the compiled kernels, and float32")
+        if options.packed and can_pack(self._dtype):
+            self._kernels = "onednn"
+            return model.pack()
+        return 0
 
     def allocate(self, num_pages: int, page_size: int) -> None:
         """Allocate K and V of every layer, zeroed, ``[num_pages, page_size, kv_heads, head_dim]``. Mutates."""
@@ -127,6 +157,7 @@ class Runner:
         else:
             mark = digest(weights) if len(weights) == len(places.names) else chained(self._fingerprint, weights)
         places.write(weights)
+        model.refresh()
         self._fingerprint = f"{mark}:{self.options.dtype}"
         return self._fingerprint
 

@@ -6,7 +6,7 @@ yields the same tokens alone, in any batch, in any order of steps, and after a p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,6 +20,9 @@ from engine.plugins.executors._sampling_draw import draw
 from engine.plugins.executors._sampling_edits import NOTHING, Editor, Edits, apply
 from engine.plugins.executors._sampling_logprobs import token_logprobs
 from engine.plugins.executors._sampling_numbers import seed_of, uniform
+
+Argmax = Callable[[Tensor], Tensor]
+"""What finds the likeliest token of each row, as ``argmax`` does."""
 
 INFINITY = float("inf")
 NAN = "the model's logits are not numbers (NaN)"
@@ -58,11 +61,15 @@ class Wanted(NamedTuple):
 
 
 class Sampler:
-    """Chooses the tokens of plans. ``seed`` is that of requests which bring none. Not thread-safe."""
+    """Chooses the tokens of plans. ``seed`` is that of requests which bring none. Not thread-safe.
+
+    Attribute ``argmax``: what finds the likeliest token of each row.
+    """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._editor = Editor()
+        self.argmax: Argmax = argmax
 
     def wanted(self, plan: Plan, rows: Sequence[Row]) -> Wanted:
         """Which logits to compute. Does not mutate."""
@@ -91,7 +98,7 @@ class Sampler:
         tokens: list[tuple[int, ...]] = [()] * len(plan.requests)
         logprobs: dict[int, Sequence[TokenLogprobs]] = {}
         if count:
-            sampled = sample(logits[:count], [self._draw(plan, row, rows[row]) for row in wanted.rows])
+            sampled = sample(logits[:count], [self._draw(plan, row, rows[row]) for row in wanted.rows], self.argmax)
             errors |= {wanted.rows[number]: words for number, words in sampled.bad.items()}
             for number, (row, token) in enumerate(zip(wanted.rows, sampled.tokens, strict=True)):
                 if row not in errors:
@@ -135,12 +142,12 @@ def _certain(request: Request, known: Row, *, continues: bool) -> tuple[int, Seq
     return known.start - len(known.before), [*known.before, *known.tokens]
 
 
-def _argmax(logits: Tensor) -> Tensor:
+def argmax(logits: Tensor) -> Tensor:
     """The likeliest token of each row, the first of equals; a NaN where there is one. numpy's is ten times faster."""
     return torch.from_numpy(logits.numpy().argmax(axis=-1)) if logits.device.type == "cpu" else logits.argmax(dim=-1)
 
 
-def sample(logits: Tensor, draws: Sequence[Draw]) -> Sampled:
+def sample(logits: Tensor, draws: Sequence[Draw], argmax: Argmax = argmax) -> Sampled:
     """Choose a token for each row of ``logits [rows, vocab]``. Mutates the rows that biases or penalties change.
 
     Rows that are greedy cost one argmax whatever the others want.
@@ -151,7 +158,7 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> Sampled:
     raw = (logits[reported] if edited else logits) if reported else logits  # indexing copies
     if edited:
         apply(logits, [each.edits for each in draws], [each.params for each in draws])
-    likeliest = _argmax(logits)
+    likeliest = argmax(logits)
     best = logits.gather(1, likeliest[:, None])[:, 0].tolist()
     bad = {row: NAN if value != value else NONE_LEFT for row, value in enumerate(best) if not value > -INFINITY}
     tokens: list[int] = likeliest.tolist()

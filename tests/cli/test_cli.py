@@ -208,7 +208,7 @@ def test_plugins_as_json(here: Any) -> None:
         ("scheduler", "unified"),
         ("kvcache", "paged"),
         ("executor", "torch"),
-        ("attention", "torch"),
+        ("attention", "auto"),
         ("frontend", "openai"),
     }
 
