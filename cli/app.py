@@ -20,6 +20,7 @@ from engine.cli import (
     plugin_show,
     plugins,
     proxy,
+    render,
     replay,
     serve,
 )
@@ -34,6 +35,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "generate": generate.generate,
     "config": config.config,
     "doctor": doctor.doctor,
+    "render": render.render,
     "replay": replay.replay,
 }
 OF_CACHE: dict[str, Callable[..., None]] = {

@@ -14,6 +14,7 @@ import typer
 from engine.cli.flags import with_config
 from engine.core.config import EngineConfig, LoadedConfig, parse_bytes
 from engine.core.errors import EngineError, ModelError
+from engine.core.native import cache_folder, find_compiler, instruction_set, why_not
 
 NEEDED = (
     *("torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy", "pydantic", "pluggy", "pyzmq", "msgspec"),
@@ -80,7 +81,12 @@ def packages() -> Iterator[Finding]:
 
 def devices() -> Iterator[Finding]:
     """What could compute."""
-    yield Finding("ok", "cpu", f"{os.cpu_count()} cores, {platform.machine()}")
+    yield Finding("ok", "cpu", f"{os.cpu_count()} cores, {platform.machine()}, {instruction_set()}")
+    why = why_not()
+    if why is None:
+        yield Finding("ok", "cpu kernels", f"compiled by {find_compiler()}, kept in {cache_folder()}")
+    else:
+        yield Finding("absent", "cpu kernels", f"optional: faster on the CPU; {why}")
     if importlib.util.find_spec("torch") is None:
         return
     import torch

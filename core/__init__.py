@@ -54,13 +54,15 @@ from engine.core.protocols import (
     Publication,
     Scheduler,
 )
-from engine.core.request import Finish, Request, SamplingParams, State
+from engine.core.request import Finish, Request, State
+from engine.core.sampling import SAMPLING, SamplingParams, TokenLogprobs
 from engine.core.step import Step
 from engine.core.version import API_VERSION
 from engine.core.view import StepView
 
 __all__ = [
     "API_VERSION",
+    "SAMPLING",
     "Attention",
     "Batch",
     "CacheBatch",
@@ -110,6 +112,7 @@ __all__ = [
     "State",
     "Step",
     "StepView",
+    "TokenLogprobs",
     "TooOld",
     "Transfer",
     "TransferEvent",

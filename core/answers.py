@@ -10,6 +10,7 @@ from engine.core.containment import Nonsense
 from engine.core.errors import ExecutionError
 from engine.core.plan import EvictionPool, Outcome, Plan, Reject, TransferEvent, Wait
 from engine.core.request import Request
+from engine.core.sampling import TokenLogprobs
 
 REASON = 500  # characters of an objection that are kept
 UNORDERED = (set, frozenset)
@@ -96,6 +97,8 @@ def outcome(answer: Any, plan: Plan, who: str) -> Outcome:
             raise Nonsense("tokens that are no whole numbers")
         if answer.errors or plan.drafts or answer.proposals or len(flat) != plan.samples.count(True):
             _rows(answer, plan)
+        if answer.logprobs or answer.prompt_logprobs:
+            _logprobs(answer, plan)
     except Nonsense as error:
         raise ExecutionError(f"{who} answered {error}") from error
     except TypeError as error:
@@ -115,6 +118,22 @@ def _rows(answer: Outcome, plan: Plan) -> None:
     for drafts in answer.proposals.values():
         if not isinstance(drafts, tuple) or not all(type(token) is int for token in drafts):
             raise Nonsense(f"drafts that are no tuple of whole numbers: {_shown(drafts)}")
+
+
+def _logprobs(answer: Outcome, plan: Plan) -> None:
+    for row in (*answer.logprobs, *answer.prompt_logprobs):
+        if type(row) is not int or not 0 <= row < len(plan.requests):
+            raise Nonsense(f"log-probabilities of row {_shown(row)}, of {len(plan.requests)}")
+    for row, found in answer.logprobs.items():
+        if len(found) != len(answer.tokens[row]):
+            raise Nonsense(f"{len(found)} log-probabilities for the {len(answer.tokens[row])} tokens of row {row}")
+    for row, found in answer.prompt_logprobs.items():
+        want = max(0, min(plan.counts[row], plan.requests[row].num_prompt - 1 - plan.starts[row]))
+        if len(found) != want:
+            raise Nonsense(f"{len(found)} log-probabilities for the {want} prompt tokens that follow in row {row}")
+    everything = chain(*answer.logprobs.values(), *answer.prompt_logprobs.values())
+    if not all(isinstance(one, TokenLogprobs) for one in everything):
+        raise Nonsense("log-probabilities that are no TokenLogprobs")
 
 
 def _shown(value: Any) -> str:

@@ -32,6 +32,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DEFAULT_PAGES_WITHOUT_KV = 4096
+REQUEST_LIMITS = (
+    "max_waiting", "max_waiting_tokens", "queue_timeout", "max_n", "max_logprobs", "max_prompt_logprobs",
+    "max_stop_strings", "max_stop_length", "max_stop_token_ids", "max_logit_bias",
+)  # fmt: skip
+
 P = TypeVar("P", bound=Plugin)
 
 
@@ -211,7 +216,8 @@ def size_limits(config: EngineConfig, model: ModelInfo, executor: Executor) -> L
         page_size=config.page_size,
         num_pages=pages,
         vocab_size=model.vocab_size,
-        max_waiting=config.max_waiting,
+        sampling=executor.sampling,
+        **{name: getattr(config, name) for name in REQUEST_LIMITS},
     )
 
 
@@ -231,6 +237,6 @@ def _describe(chosen: Sequence[tuple[Found, Plugin]], model: ModelInfo, limits: 
         "plugins": plugins,
         "limits": {
             name: getattr(limits, name)
-            for name in ("max_model_len", "max_batch_tokens", "max_running", "page_size", "num_pages", "max_waiting")
+            for name in ("max_model_len", "max_batch_tokens", "max_running", "page_size", "num_pages", *REQUEST_LIMITS)
         },
     }

@@ -28,16 +28,26 @@ class InvalidRequest(EngineError, ValueError):
     Attributes:
         field: the request's field at fault, e.g. ``max_tokens``.
         message: what is wrong, with the limit.
+        code: what kind of fault it is, for programs: ``invalid_value``, ``above_limit``, ``unsupported``,
+            ``unknown_field``, ``missing``.
     """
 
-    def __init__(self, field: str, message: str) -> None:
+    def __init__(self, field: str, message: str, *, code: str = "invalid_value") -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
         self.message = message
+        self.code = code
 
 
 class QueueFull(EngineError):
-    """The bounded queue has no room; try again later."""
+    """The bounded queue has no room; try again later.
+
+    Attribute ``retry_after``: in how many seconds there may be room, by the pace of late; ``None`` where nobody knows.
+    """
+
+    def __init__(self, message: str, *, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class OutOfPages(EngineError):

@@ -184,8 +184,8 @@ class Exchange:
         events = core.hooks.ask_transfer(book.take_wishes(landed))
         ended, stray = book.settle(events)
         core.counters.stray_events += stray
-        if core.hooks.deaf or core.hooks.lost:
-            lost = book.abandon(None if core.hooks.deaf else core.hooks.lost)
+        if core.hooks.deaf or core.hooks.lost or core.hooks.silent:
+            lost = book.abandon(None if core.hooks.deaf else [*core.hooks.lost, *book.told(core.hooks.silent)])
             ended += [(wish, TransferEvent(wish.id, "failed", reason="no connector answers for it")) for wish in lost]
         for wish, event in ended:
             self._end(wish, event)
@@ -269,7 +269,6 @@ class Exchange:
         load.stand_in, load.pull, load.begun = stand_in, self._name(request), core.roster.now()
         self._loading[load.pull] = load
         keys = tuple(load.keys[load.first : load.upto // size])
-        load.found = ""
         to = core.hooks.name(source)
         self.ask(Transfer(load.pull, "pull", request.id, tuple(taken), keys, to=to, hints=hints_of(request)))
 
@@ -299,7 +298,10 @@ class Exchange:
         self._ready(load)
 
     def _give_up(self, load: Load) -> None:
-        """Nobody waits for it any more. What the connectors were told of ends when they say so."""
+        """Nobody waits for it any more. What the connectors were told of ends when they say so.
+
+        What was found is declined also where it is being loaded: the load may not have been told of.
+        """
         load.awaited = False
         for name in list(load.probes):
             if self._book.cancel(name):

@@ -48,6 +48,10 @@ class HookBus:
         ask_seconds: what one ask of a contained plugin may take, or that by hook. Slower ones count as faults.
         contract: the contract in force.
 
+    Attributes:
+        lost: wishes that nobody took when connectors were asked last.
+        silent: names of the connectors that were disabled.
+
     Raises ``PluginError`` for hooks and parameters that no spec knows.
     """
 
@@ -66,6 +70,7 @@ class HookBus:
         self._seconds = ask_seconds if isinstance(ask_seconds, Mapping) else dict.fromkeys(HOOKS, ask_seconds)
         self._watch = watch
         self.lost: tuple[Transfer, ...] = ()
+        self.silent: frozenset[str] = frozenset()
         self._records = {id(plugin): Record(plugin, name, self._prune) for plugin, name in _named(members)}
         self._check_evict = partial(answers.evict, most=pool.num_pages if pool is not None else MOST_KEYS)
         self.manager = _registered(members, contract)
@@ -82,6 +87,7 @@ class HookBus:
         }
         self._plan, self._order, self._admit = alive["plan"], alive["order"], alive["admit"]
         self._evict, self._commit, self._transfer = alive["evict"], alive["commit"], alive["transfer_kv"]
+        self.silent = frozenset(impl.record.name for impl in self._chains["transfer_kv"] if impl.record.disabled)
 
     def _impls(self, hook: str, members: Sequence[Plugin]) -> tuple[Impl, ...]:
         """Implementations in the order of asking: policies as configured, then connectors, scheduler, KV cache.
@@ -196,10 +202,10 @@ class HookBus:
         events: list[TransferEvent] = []
         heard: set[str] = set()
         for impl in self._transfer:
-            before = impl.record.kinds.total()
+            before = impl.record.kinds.total() - impl.record.kinds["slow"]
             mine = [wish for wish in transfers if wish.to in ("", impl.record.name)]
             events.extend(impl.ask(answers.transfer_kv, mine) or ())
-            if impl.record.kinds.total() == before:
+            if impl.record.kinds.total() - impl.record.kinds["slow"] == before:  # a slow answer stands
                 heard.update(wish.id for wish in mine)
         self.lost = tuple(wish for wish in transfers if wish.id not in heard) if self._transfer else ()
         return events

@@ -32,6 +32,7 @@ from engine.core.results import finish as end_request
 from engine.core.roster import Roster
 from engine.core.stats import Counters, StepStats, step_stats
 from engine.core.step import Step
+from engine.core.timeouts import Timeouts
 from engine.core.watch import RequestWatch
 from engine.core.weights import WhileRunning
 
@@ -92,6 +93,7 @@ class EngineCore:
         self._closed = False
         self.weights_epoch = 0
         self._outbox: list[Delta] = []
+        self._timeouts = Timeouts(limits.queue_timeout)
         self.arbiter = Arbiter(self.roster, kv, self.pool, self.hooks)
         self.exchange = Exchange(self, connectors)
         self.cache = CacheDesk(self, cache_log, cache_feed)
@@ -136,10 +138,17 @@ class EngineCore:
         adapter: str = "",
         arrival: float | None = None,
         read_cache: bool = True,
+        write_cache: bool = True,
+        deadline: float | None = None,
         metadata: Mapping[str, Any] | None = None,
         parked_on: Iterable[str] = (),
     ) -> Request:
         """Queue a request (parked, if it waits for something named in ``parked_on``).
+
+        Args:
+            read_cache: its prefix may come from the prefix cache or a connector.
+            write_cache: what it computes may be found by others, here or through a connector.
+            deadline: seconds from its arrival; what has not ended then ends with ``timeout``.
 
         Raises:
             InvalidRequest: names the field and the limit; nothing is queued.
@@ -147,29 +156,36 @@ class EngineCore:
             EngineDead: the engine was closed.
         """
         self._check_open()
-        looks_up = self.exchange.wants(len(tokens), read_cache=read_cache)
+        params = params or SamplingParams()
+        reads = read_cache and getattr(params, "prompt_logprobs", None) is None
+        looks_up = self.exchange.wants(len(tokens), read_cache=reads)
         create = partial(
             self.roster.create,
             tokens,
-            params or SamplingParams(),
+            params,
             request_id=request_id,
             priority=priority,
             salt=salt,
             adapter=adapter,
             arrival=arrival,
             read_cache=read_cache,
+            write_cache=write_cache,
+            deadline=deadline,
             metadata=metadata,
             parked_on=[*parked_on, KV] if looks_up else parked_on,
         )
         try:
             request = create()
         except QueueFull:
+            if not self.roster.full:
+                raise
             with self._naming:
                 displaced = self.scheduler.displace(self.waiting, priority)
             if displaced is None or displaced.state is not State.WAITING:
                 raise
             self._end_now(displaced, Finish.ABORT, "the queue is full and a more urgent request came")
             request = create()
+        self._timeouts.watch(request, len(self.requests))
         if looks_up:
             self.exchange.look_up(request)
         self.counters.accepted += 1
@@ -203,7 +219,7 @@ class EngineCore:
     def _let_go(self, request: Request) -> None:
         """Return all that a finished request holds. Content that was computed may stay cached."""
         self.exchange.forget(request)
-        self.kv.release(request, keep=min(request.computed, request.num_tokens))
+        self.kv.release(request, keep=min(request.computed, request.num_tokens) if request.write_cache else 0)
         request.pages = []
         request.planned = request.computed
         request.pending = request.quiet = 0
@@ -256,6 +272,8 @@ class EngineCore:
             raise
 
     def _step(self) -> list[Delta]:
+        for request, words in self._timeouts.due(self.roster.now()):
+            self.abort(request.id, Finish.TIMEOUT, words)
         self.exchange.move()
         before = self.flight.oldest
         plan = self.plan()
@@ -451,6 +469,7 @@ class EngineCore:
             "running": len(self.running),
             "waiting": len(self.waiting),
             "parked": len(self.parked),
+            "waiting_tokens": self.roster.waiting_tokens,
             "pages_total": numbers.total,
             "pages_free": numbers.free,
             "pages_evictable": numbers.evictable,

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.core.sampling import TokenLogprobs
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """One piece of a stream. The last one has ``finish_reason`` and the final counts.
 
-    ``text`` never contains a part of a stop string, nor half a character.
+    ``text`` never contains a part of a stop string (unless it was asked for), nor half a character. ``logprobs`` are
+    those of ``token_ids``, ``prompt_logprobs`` (with the first tokens) those of the prompt from its second token on;
+    both only where ``SamplingParams`` asked for them.
     """
 
     text: str
@@ -19,11 +23,13 @@ class Chunk:
     prompt_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished generation."""
+    """A finished generation. Log-probabilities as in ``Chunk``; ``None`` where nobody asked for them."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -31,3 +37,5 @@ class Completion:
     detail: str | None
     prompt_tokens: int
     cached_tokens: int
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None

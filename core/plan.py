@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any, Literal, NamedTuple
 
 from engine.core.request import Finish, Request
+from engine.core.sampling import TokenLogprobs
 
 
 class Why(StrEnum):
@@ -161,6 +162,10 @@ class Outcome:
     ``tokens[i]`` are the tokens that row i produced (empty where the row does not sample). ``errors`` names rows that
     failed alone: their requests end, the others' results stand. A row that verifies d drafts yields the accepted ones
     and one more, so 1 … d + 1 tokens. ``proposals`` are drafts for the next step, by row.
+
+    ``logprobs`` has, by row, one entry for each token of a request that asked for them (``SamplingParams.logprobs``).
+    ``prompt_logprobs`` has, by row, an entry for each prompt token whose predecessor the row computed, in order: the
+    tokens from position ``starts[i] + 1`` on. Both are for executors that say so (``Executor.sampling``).
     """
 
     plan: Plan
@@ -169,6 +174,8 @@ class Outcome:
     proposals: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     finished: tuple[Request, ...] = ()  # ended by this step, in plan order
     dropped: tuple[int, ...] = ()  # rows whose request was preempted or ended meanwhile: late, ignored
+    logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
 
 
 NO_DRAFT = -1
@@ -230,3 +237,5 @@ class Delta(NamedTuple):
     cached_tokens: int = 0
     num_prompt: int = 0
     num_output: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of ``tokens``, if asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # with the first token, if asked for: from the second token on

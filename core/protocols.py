@@ -71,6 +71,15 @@ class Limits:
         num_pages: pages in the pool.
         vocab_size: token ids are below this.
         max_waiting: most requests in the queue.
+        max_waiting_tokens: most prompt tokens of requests in the queue that have not begun. One request alone may have
+            more.
+        queue_timeout: seconds that a request waits to begin before it ends; ``None``: as long as it takes.
+        max_n: most choices of one prompt.
+        max_logprobs: most rivals of a token whose log-probabilities are reported.
+        max_prompt_logprobs: most log-probabilities reported of one prompt.
+        max_stop_strings, max_stop_length: most stop strings of a request, most characters of one.
+        max_stop_token_ids, max_logit_bias: most entries.
+        sampling: what the executor acts on of ``engine.core.sampling.SAMPLING``.
     """
 
     max_model_len: int
@@ -80,6 +89,16 @@ class Limits:
     num_pages: int
     vocab_size: int
     max_waiting: int = 100_000
+    max_waiting_tokens: int = 2**62
+    queue_timeout: float | None = None
+    max_n: int = 128
+    max_logprobs: int = 20
+    max_prompt_logprobs: int = 65_536
+    max_stop_strings: int = 16
+    max_stop_length: int = 1024
+    max_stop_token_ids: int = 128
+    max_logit_bias: int = 1024
+    sampling: tuple[str, ...] = ()
 
     @property
     def pool_tokens(self) -> int:
@@ -390,10 +409,12 @@ class Executor(Plugin, ABC):
         uses_attention: an attention backend must be selected for it.
         overlaps: ``execute`` may be called in a thread of its own, with plans that were made before the outcome of the
             one before was known (``Plan.awaits``). Without it the engine plans and executes in turns.
+        sampling: which of ``engine.core.sampling.SAMPLING`` it acts on. Requests that use another are refused by name.
     """
 
     uses_attention: ClassVar[bool] = False
     overlaps: ClassVar[bool] = False
+    sampling: ClassVar[tuple[str, ...]] = ()
 
     def use(self, *, model: str, attention: Attention | None, seed: int) -> None:
         """What the configuration chose: told once, before ``load``. Default: ignored."""
@@ -464,6 +485,20 @@ class Attention(Plugin, ABC):
 
     Layout of one layer's K and of its V: ``[num_pages, page_size, kv_heads, head_dim]``.
     """
+
+    def prepare(self, *, device: str, dtype: str) -> str:
+        """What K, V and queries will be: told at most once, before ``start``. Returns, in words, what will compute.
+
+        May take seconds, to compile. Default: its name, for everything.
+
+        Args:
+            device: where they are, e.g. ``cpu``.
+            dtype: their type, e.g. ``float32``.
+
+        Raises:
+            ConfigError: it cannot; says why, and what would help.
+        """
+        return self.name
 
     @abstractmethod
     def plan_batch(self, batch: Batch) -> None:

@@ -8,6 +8,8 @@ from enum import StrEnum
 from typing import Any
 
 from engine.core.identity import pack
+from engine.core.sampling import SamplingParams as SamplingParams
+from engine.core.sampling import TokenLogprobs
 
 
 class State(StrEnum):
@@ -25,39 +27,8 @@ class Finish(StrEnum):
     STOP = "stop"  # end-of-sequence, stop token or stop string
     LENGTH = "length"  # max_tokens, the model's length, or the whole KV pool (detail: kv_capacity)
     ABORT = "abort"  # the client left or cancelled
+    TIMEOUT = "timeout"  # its deadline passed, or it waited for too long (detail: which, and how long)
     ERROR = "error"  # the engine could not go on with it (detail: the diagnosis)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """How tokens are chosen and when a request ends.
-
-    Args:
-        max_tokens: most tokens to generate; ``None`` is all the room the model's length leaves.
-        temperature: 0 (or below 1e-5) is greedy; 1 samples from the model's own distribution.
-        top_p: sample from the smallest set of tokens whose probabilities sum to at least this, in (0, 1].
-        top_k: sample from the k likeliest tokens; 0 is off; above the vocabulary is off too.
-        seed: makes the request reproducible in any batch; ``None`` draws one.
-        stop: strings that end the text (they are not returned). Matched on text by the frontend side.
-        stop_token_ids: token ids that end the request, like end-of-sequence.
-        ignore_eos: go on after the model's end-of-sequence token.
-        min_tokens: no stop by token before this many tokens.
-    """
-
-    max_tokens: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    min_tokens: int = 0
-
-    @property
-    def greedy(self) -> bool:
-        """True where the likeliest token is taken and no random number is drawn."""
-        return self.temperature < 1e-5
 
 
 @dataclass(eq=False, slots=True)
@@ -84,7 +55,9 @@ class Request:
     arrival: float = 0.0  # seconds on the engine's clock
     arrival_index: int = 0  # order of arrival, unique
     entry_index: int = 0  # order of entering the queue, unique; a preempted request enters anew
-    read_cache: bool = True  # whether its prefix may come from the cache (what it computes is published all the same)
+    read_cache: bool = True  # whether its prefix may come from the cache
+    write_cache: bool = True  # whether others may find what it computes, here or through a connector
+    deadline: float | None = None  # when it is worth nothing any more, in seconds on the engine's clock
     packed: bytes = field(default=b"", repr=False)  # the prompt's token ids, four bytes each: see ``packed_tokens``
     metadata: Mapping[str, Any] = field(default_factory=dict)  # tenant, deadline, …: for policies
 
@@ -101,6 +74,7 @@ class Request:
     epoch: int = 0  # grows with each preemption and at the end: late results of older epochs are dropped
     started: float | None = None  # when it was first admitted, in seconds on the engine's clock
     cached_tokens: int = 0  # tokens the prefix cache gave at the first admission
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, repr=False)  # from the second token on, if asked
     preemptions: int = 0
     finish: Finish | None = None
     detail: str | None = None  # more about the finish; for STOP by token, the token id

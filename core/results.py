@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from engine.core.plan import Delta, Outcome
 from engine.core.protocols import KVCache, Limits
 from engine.core.request import Finish, Request, State
+from engine.core.sampling import TokenLogprobs
 from engine.core.stats import Counters
 
 
@@ -19,11 +20,23 @@ def finish(request: Request, reason: Finish, detail: str | None, counters: Count
     counters.ended(reason)
 
 
-def delta(request: Request, tokens: Sequence[int]) -> Delta:
+def delta(request: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> Delta:
     """What is new of a request."""
     num_prompt = request.num_prompt
     output = len(request.tokens) - num_prompt
-    return Delta(request.id, tuple(tokens), request.finish, request.detail, request.cached_tokens, num_prompt, output)
+    prompt = tuple(request.prompt_logprobs) if tokens and output == len(tokens) else ()
+    return Delta(
+        request.id, tuple(tokens), request.finish, request.detail, request.cached_tokens, num_prompt, output,
+        tuple(logprobs[: len(tokens)]), prompt,
+    )  # fmt: skip
+
+
+def _remember(request: Request, start: int, found: Sequence[TokenLogprobs]) -> None:
+    """Keep what is new of the prompt's log-probabilities; ``found`` begins at the token after ``start``. Mutates.
+
+    A request that was preempted in the middle of its prompt computes the beginning again: that is known.
+    """
+    request.prompt_logprobs += found[len(request.prompt_logprobs) - start :]
 
 
 _new = tuple.__new__  # a NamedTuple made without the cost of its keyword constructor
@@ -51,6 +64,7 @@ class ResultApplier:
         """
         plan = outcome.plan
         errors, drafts, proposals = outcome.errors, plan.drafts, outcome.proposals
+        logprobs, prompt_logprobs = outcome.logprobs, outcome.prompt_logprobs
         vocab, size, overlap = self._vocab, self._page_size, self._overlap
         publishes, when = self._publishes, self._kv.publish_when
         early, prefilled = when == "planned", when == "prefilled"
@@ -63,6 +77,8 @@ class ResultApplier:
                 if not self._late(request, epoch, tokens):
                     dropped.append(row)
                     continue
+                if row in prompt_logprobs:
+                    _remember(request, plan.starts[row], prompt_logprobs[row])
             elif errors and row in errors:  # what it computed is worth nothing: no progress, nothing is published
                 request.planned -= count
                 finish(request, Finish.ERROR, errors[row], self._counters)
@@ -76,6 +92,8 @@ class ResultApplier:
                     count -= self._reject(request, len(drafts[request]), len(tokens))
                 computed += count
                 request.computed += count
+                if prompt_logprobs and row in prompt_logprobs:
+                    _remember(request, plan.starts[row], prompt_logprobs[row])
                 if not tokens:
                     if publishes and not prefilled and request.computed % size < count:
                         self._publish(request)
@@ -98,13 +116,17 @@ class ResultApplier:
                 self._publish(request)
             if request.finish is not None:
                 finished.append(request)
-                outbox.append(delta(request, tokens))
+                outbox.append(delta(request, tokens, logprobs.get(row, ())))
                 continue
             if proposals and not overlap and (proposed := proposals.get(row)):
                 request.drafts = proposed
                 request.quiet = 0
+            if request.prompt_logprobs or (logprobs and row in logprobs):
+                outbox.append(delta(request, tokens, logprobs.get(row, ())))
+                continue
             first = request.num_prompt
-            news = (request.id, tuple(tokens), None, None, request.cached_tokens, first, len(request.tokens) - first)
+            num_output = len(request.tokens) - first
+            news = (request.id, tuple(tokens), None, None, request.cached_tokens, first, num_output, (), ())
             outbox.append(_new(Delta, news))
         self._counters.computed_tokens += computed
         self._counters.output_tokens += output
@@ -163,6 +185,8 @@ class ResultApplier:
         if when == "planned":  # overlap mode: pages whose last token was not known when it was planned
             upto = min(request.planned - request.pending, len(request.tokens) - 1)  # drafts may outrun the end
         elif request.state is not State.RUNNING or (when == "prefilled" and upto < request.prefill_target):
+            return
+        if not request.write_cache:
             return
         pages = self._kv.publish(request, upto).pages
         if pages is not None:

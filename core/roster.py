@@ -28,6 +28,7 @@ class Roster:
         self._limits = limits
         self.model = model
         self.now = clock
+        self.waiting_tokens = 0  # prompt tokens of requests that have not begun
         self._arrivals = 0
         self._entries = 0
 
@@ -42,18 +43,31 @@ class Roster:
         adapter: str,
         arrival: float | None,
         read_cache: bool,
+        write_cache: bool,
+        deadline: float | None,
         metadata: Mapping[str, Any] | None,
         parked_on: Iterable[str],
     ) -> Request:
         """Validate and place a new request. Mutates. Raises ``InvalidRequest`` or ``QueueFull``."""
         max_total, packed = validate(tokens, params, self._limits)
-        check_fields(request_id=request_id, priority=priority, salt=salt, adapter=adapter, metadata=metadata)
+        check_fields(
+            request_id=request_id, priority=priority, salt=salt, adapter=adapter, metadata=metadata,
+            read_cache=read_cache, write_cache=write_cache, deadline=deadline,
+        )  # fmt: skip
+        if params.n != 1:
+            raise InvalidRequest("n", "a request of the core is one sequence: add each of SamplingParams.choices()")
         if request_id is not None and request_id in self.live:
             raise InvalidRequest("request_id", f"{request_id!r} is in use by a live request")
-        if len(self.waiting) + len(self.parked) >= self._limits.max_waiting:
+        if self.full:
             raise QueueFull(f"{self._limits.max_waiting} requests are waiting, the most that may")
+        if not self.has_room(len(tokens)):
+            raise QueueFull(
+                f"requests with {self.waiting_tokens} prompt tokens are waiting, at most "
+                f"{self._limits.max_waiting_tokens} tokens may: there is no room for {len(tokens)} more"
+            )
         self._arrivals += 1
         longest = self._limits.pool_tokens + 1  # the last token's KV is never needed
+        began = self.now() if arrival is None else arrival
         request = Request(
             id=self._unused_id() if request_id is None else request_id,
             tokens=list(tokens),
@@ -66,20 +80,32 @@ class Roster:
             adapter=adapter,
             salt=salt,
             priority=priority,
-            arrival=self.now() if arrival is None else arrival,
+            arrival=began,
             arrival_index=self._arrivals,
-            read_cache=read_cache,
+            read_cache=read_cache and params.prompt_logprobs is None,
+            write_cache=write_cache,
+            deadline=None if deadline is None else began + deadline,
             packed=packed,
             metadata=MappingProxyType(dict(metadata or {})),  # shown to policies: to read
             parked_on=set(parked_on),
         )
         self.live[request.id] = request
+        self.waiting_tokens += request.num_prompt
         if request.parked_on:
             request.state = State.PARKED
             self.parked[request.id] = request
         else:
             self._enter(request)
         return request
+
+    @property
+    def full(self) -> bool:
+        """Whether as many requests wait as may."""
+        return len(self.waiting) + len(self.parked) >= self._limits.max_waiting
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether a prompt of so many tokens may wait. One alone may have any length."""
+        return not self.waiting_tokens or self.waiting_tokens + tokens <= self._limits.max_waiting_tokens
 
     def ready(self, request_id: str, what: str, *, front: bool = False) -> None:
         """``what`` a parked request waited for is there; when nothing is missing it joins the queue. Idempotent."""
@@ -95,6 +121,8 @@ class Roster:
     def start(self, request: Request) -> None:
         """From the queue to those that run. Mutates."""
         self.waiting.discard(request)
+        if request.started is None:
+            self.waiting_tokens -= request.num_prompt
         request.state = State.RUNNING
         self.running.append(request)
 
@@ -123,6 +151,8 @@ class Roster:
     def forget(self, request: Request) -> None:
         """The request is no longer live. Mutates."""
         del self.live[request.id]
+        if request.started is None:
+            self.waiting_tokens -= request.num_prompt
 
     def _enter(self, request: Request, *, front: bool = False) -> None:
         self._entries += 1

@@ -235,6 +235,8 @@ class Step:
         """
         if not self._prefilled or request in self._published or request.state is not State.RUNNING:
             return
+        if not request.write_cache:
+            return
         if 0 < request.computed < request.prefill_target:
             self._published.add(request)
             pages = self._kv.publish(request, request.computed).pages
@@ -447,6 +449,8 @@ class Step:
         Drafts may be rejected: they are never published. Pages that end before ``start`` are not this step's to take
         back: accepted drafts completed them, or the step in flight computes them.
         """
+        if not request.write_cache:
+            return
         size = self._size
         before = start - request.pending
         if request.lagging or min(start, upto) // size > before // size:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from engine.core.errors import EngineError
@@ -70,6 +70,10 @@ class TransferBook:
         wishes = [wish for after, wish in self._wishes if after <= landed]
         self._wishes = [(after, wish) for after, wish in self._wishes if after > landed]
         return wishes
+
+    def told(self, names: Collection[str]) -> list[Transfer]:
+        """Open transfers that only connectors of these names were asked for. Does not mutate."""
+        return [wish for wish in self._open.values() if wish.to in names]
 
     def abandon(self, wishes: Iterable[Transfer] | None) -> list[Transfer]:
         """Nobody will answer for these (``None``: all that are open): they end, and their pages stay fenced. Mutates.

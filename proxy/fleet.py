@@ -76,6 +76,11 @@ class Fleet:
         fitting = [taker for taker in ready if giver is not None and self.pair(giver, taker)]
         return fitting or ready
 
+    def giving(self, giver: Peer) -> dict[str, str]:
+        """Hints for who computes a prompt: what is right for all that may take it over."""
+        ways = [set(pair.giver.items()) for taker in self.decode if (pair := self.pair(giver, taker)) is not None]
+        return dict(set.intersection(*ways)) if ways else {}
+
     def problems(self) -> list[str]:
         """Pairs that are none, each in words."""
         return [found for found in self._pairs.values() if isinstance(found, str)]

@@ -145,8 +145,7 @@ class Course:
 
     async def _prefill(self, giver: Peer) -> None:
         """Let an engine compute the prompt and keep it for the other one. Raises ``PeerFailed``, ``PromptRefused``."""
-        fits = next((pair for taker in self._fleet.decode if (pair := self._fleet.pair(giver, taker))), None)
-        body = self._wish.for_prefill(fits.giver if fits else {})
+        body = self._wish.for_prefill(self._fleet.giving(giver))
         begun, seconds = time.monotonic(), self._options.prefill_timeout
         try:
             async with asyncio.timeout(seconds) as scope:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 from fastapi import FastAPI, Request
@@ -58,16 +59,17 @@ class Routes:
 
     async def generate(self, request: Request) -> Response:
         """A completion of text or of a conversation."""
-        body, path = await read_body(request, self.options.max_body_bytes), request.url.path
+        body, path = await read_body(request, self.options.max_body_bytes), str(request.scope["path"])
         parse = Wish.parse
         wish = await asyncio.to_thread(parse, path, body) if len(body) > LARGE_BODY else parse(path, body)
         return Relayed(self, wish, id_of(request))
 
     async def models(self, request: Request) -> Response:
         """What the engines that answer say of their model."""
+        path = asked_path(str(request.scope["path"]))
         for peer in [peer for peer in self.fleet.decode if peer.ready]:
             try:
-                answer = await self.fleet.client.get(peer.url + request.url.path, timeout=self.options.peer_timeout)
+                answer = await self.fleet.client.get(peer.url + path, timeout=self.options.peer_timeout)
             except httpx.HTTPError as error:
                 peer.suspect(f"cannot be asked: {error}")
                 continue
@@ -124,6 +126,13 @@ class Routes:
         code = "method_not_allowed" if error.status_code == 405 else "not_found"
         words = f"{error.detail}: {request.method} {request.url.path}"
         return self._refusal(request, HTTPError(error.status_code, words, code=code, headers=dict(error.headers or {})))
+
+
+def asked_path(path: str) -> str:
+    """A path as engines are asked for it, with the proxy's own key: it leads nowhere else. Raises ``HTTPError`` 404."""
+    if {".", ".."} & set(path.split("/")):
+        raise HTTPError(404, f"there is no model {path!r}", code="model_not_found")
+    return quote(path)
 
 
 class Relayed(Response):

@@ -14,6 +14,7 @@ import pytest
 
 from engine.core import EngineConfig, hookspecs, load_config
 from engine.core.hooks import HOOKS
+from engine.core.native import why_not
 from engine.core.plan import Why
 from engine.core.registry import Registry
 
@@ -181,3 +182,13 @@ def test_the_example_of_every_hook_runs(hook):
 def test_the_reasons_are_all_documented():
     for why in Why:
         assert f"`{why.value}`" in DOCS["architecture.md"]
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_the_benchmark_of_whole_engines_runs() -> None:
+    """Without a model: requests that arrive at once, and over others."""
+    command = [sys.executable, "benchmarks/serve.py", "--quick", "--rounds", "1", "--workloads", "W2,W4", "--sides", ""]
+    command += ["--ours", "one:executor=sim", "--ours", "two:executor=sim,scheduler=radix,kvcache=radix"]
+    done = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
+    assert re.search(r"^W2   ours one .* 16/16$", done.stdout, re.M), done.stdout
+    assert re.search(r"^W4   ours two .* ms .* 12/12$", done.stdout, re.M), done.stdout

@@ -2,14 +2,19 @@
 
 Forty prompts of 1 to 700 tokens, many sharing prefixes, run at once in a pool too small for them, on every pair of
 scheduler and cache, cold and then warm. The oracle is transformers' ``generate`` on the same fp32 weights, one prompt
-at a time. Where two implementations part, both tokens must be the model's own first choice up to float noise: the gap
-between their logits is measured and must vanish.
+at a time, recorded in ``data/greedy.json`` (a few of them are computed anew each time; all with ``-m slow``, which
+writes them down where RECORD is set). Where two implementations part, both tokens must be the model's own first choice
+up to float noise: the gap between their logits is measured and must vanish.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
+import os
 import random
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +24,7 @@ pytestmark = pytest.mark.model
 
 NEW_TOKENS = 16
 PAGES, PAGE_SIZE = 100, 8
+RECORD = Path(__file__).parent / "data" / "greedy.json"
 COUNTED = ("preemptions", "cached_tokens", "recomputed_tokens")
 TIE = 2e-3  # logits of this model are around 20; float32 summation order moves them by about 1e-4
 
@@ -47,10 +53,29 @@ def prompts(tokenizer) -> list[list[int]]:
     return made
 
 
+def digest(prompts) -> str:
+    return hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
+
+
 @pytest.fixture(scope="module")
-def oracle(reference_model, prompts) -> list[list[int]]:
+def oracle(prompts) -> list[list[int]]:
     """Greedy tokens of transformers' own generate."""
-    return [reference_model.greedy(prompt, NEW_TOKENS) for prompt in prompts]
+    recorded = json.loads(RECORD.read_text())
+    assert recorded["prompts"] == digest(prompts), "recorded for other prompts: RECORD=1 pytest -m slow"
+    return recorded["greedy"]
+
+
+def test_the_record_is_what_transformers_says(prompts, oracle, reference_model):
+    few = sorted(range(len(prompts)), key=lambda at: len(prompts[at]))[::8]
+    assert [reference_model.greedy(prompts[at], NEW_TOKENS) for at in few] == [oracle[at] for at in few]
+
+
+@pytest.mark.slow
+def test_the_whole_record_is_what_transformers_says(prompts, reference_model):
+    said = {"prompts": digest(prompts), "greedy": [reference_model.greedy(prompt, NEW_TOKENS) for prompt in prompts]}
+    if os.environ.get("RECORD"):
+        RECORD.write_text(json.dumps(said) + "\n")
+    assert json.loads(RECORD.read_text()) == said
 
 
 @pytest.mark.parametrize("loop", ["sync", "overlap"])

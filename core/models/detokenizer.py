@@ -16,9 +16,13 @@ class StopStrings:
 
     The stop string that is complete first wins; of those complete at the same character, the longest. Each string is
     followed by its own Knuth-Morris-Pratt automaton, so a character costs constant time however long the strings are.
+
+    Args:
+        include: the string that was found is part of the text.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        self._include = include
         self._stops = sorted(stops, key=len, reverse=True)
         self._falls = [_fall_table(stop) for stop in self._stops]
         self._depths = [0] * len(stops)
@@ -36,7 +40,7 @@ class StopStrings:
             for number, stop in enumerate(self._stops):
                 if self._advance(number, stop, text[at]):
                     self.matched, self._held = stop, ""
-                    return text[: at + 1 - len(stop)]
+                    return text[: at + 1 if self._include else at + 1 - len(stop)]
         keep = len(text) - max(self._depths)
         self._held = text[keep:]
         return text[:keep]
@@ -56,7 +60,7 @@ class StopStrings:
 
 
 class TextStream:
-    """The text of one request as its tokens come in. Special tokens are not shown. Not thread-safe.
+    """The text of one request as its tokens come in. Not thread-safe.
 
     The pieces that ``push`` and ``finish`` return, joined, are ``tokenizer.decode`` of all the tokens, cut before the
     stop string if there is one. Only a window of the last few tokens is decoded again for each new one. (Source of the
@@ -65,13 +69,16 @@ class TextStream:
     Args:
         tokenizer: the model's.
         stop: strings that end the text; they are not shown.
+        skip_special: marks such as end-of-sequence are not shown.
 
     Attributes:
         stopped: the stop string that was found; ``None`` so far.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), *, skip_special: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special else frozenset()
+        self._skip_special = skip_special
         self._stops = StopStrings(stop)
         self._window: list[int] = []  # tokens whose text was shown (up to _read), then tokens whose text was not
         self._read = 0
@@ -88,7 +95,7 @@ class TextStream:
         for token in token_ids:
             if self.stopped is not None:
                 break
-            if token not in self._tokenizer.special_ids:
+            if token not in self._skipped:
                 pieces.append(self._stops.feed(self._take(token)))
         return "".join(pieces)
 
@@ -96,14 +103,14 @@ class TextStream:
         """No more tokens come: return what was held back; half a character shows as a replacement mark. Mutates."""
         if self.stopped is not None:
             return ""
-        text = self._tokenizer.decode(self._window)[self._shown :]
+        text = self._decode()[self._shown :]
         self._window, self._read, self._shown = [], 0, 0
         shown = self._stops.feed(text)
         return shown if self.stopped is not None else shown + self._stops.finish()
 
     def _take(self, token: int) -> str:
         self._window.append(token)
-        text = self._tokenizer.decode(self._window)
+        text = self._decode()
         if text.endswith(REPLACEMENT):
             if len(self._window) - self._read <= _PATIENCE:
                 return ""
@@ -112,15 +119,18 @@ class TextStream:
         # The tokens just read become the context of the next ones (decoders treat the first token of a text apart).
         self._window = self._window[self._read :]
         self._read = len(self._window)
-        self._shown = len(self._tokenizer.decode(self._window))
+        self._shown = len(self._decode())
         return new
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._window, self._skip_special)
 
     def _give_way(self, text: str) -> str:
         """Broken bytes: all but the last mark is certain, and only the last few tokens can still change it."""
         new = text[self._shown : -1]
         self._window = self._window[-_LONGEST_CHARACTER:]
         self._read = 0
-        self._shown = max(0, len(self._tokenizer.decode(self._window)) - 1)
+        self._shown = max(0, len(self._decode()) - 1)
         return new
 
 

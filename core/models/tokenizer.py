@@ -14,6 +14,7 @@ from engine.core.models import gguf_llama, hf_dir
 from engine.core.models.chat import ChatTemplate
 from engine.core.models.gguf_file import GGUFFile
 from engine.core.models.gguf_tokenizer import build_tokenizer
+from engine.core.models.pieces import Pieces
 from engine.core.models.source import ModelSource
 
 
@@ -52,29 +53,40 @@ class Tokenizer:
         self.eos_ids = settings.eos_ids
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(number for number, token in added.items() if token.special)
+        self._added = {number: token.content for number, token in added.items()}
+        self._pieces = Pieces(backend)
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         source = settings.chat_template
         self._template = None if source is None else ChatTemplate(source, settings.variables)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Token ids of a prompt. Marks such as ``<|im_end|>`` in the text become their tokens.
 
-        A beginning-of-sequence token comes first if the model wants one and the text does not bring it along.
-        Raises ``InvalidRequest`` for text that is not Unicode (a lone surrogate).
+        A beginning-of-sequence token comes first if the model wants one and the text does not bring it along (unless
+        ``add_special`` is false). Raises ``InvalidRequest`` for text that is not Unicode (a lone surrogate).
         """
+        marks = add_special and self._add_bos is None
         try:
             # The batch form lets go of the interpreter lock: a long text must not freeze a process that serves others.
-            ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=self._add_bos is None)[0].ids
+            ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=marks)[0].ids
         except TypeError as error:
             raise InvalidRequest("prompt", f"is not valid Unicode text ({error})") from error
         bos = self.bos_id
-        if bos is None:
+        if bos is None or not add_special:
             return ids
         if self._add_bos and ids[:1] != [bos]:
             return [bos, *ids]
         if self._add_bos is None and ids[:2] == [bos, bos]:  # a rendered chat brings its own
             return ids[1:]
         return ids
+
+    def token_bytes(self, token: int) -> bytes:
+        """What the token adds to the text, as bytes: a part of a character has no text of its own. An unknown id adds
+        nothing; a mark adds its name. The space that some decoders leave out at the beginning of a text is there."""
+        if token in self.special_ids or token in self._added:
+            return self._added.get(token, "").encode()
+        piece = self._backend.id_to_token(token)
+        return b"" if piece is None else self._pieces.bytes_of(piece)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of token ids. Bytes that are not UTF-8 show as replacement marks; unknown ids as nothing."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         QueueFull,
     )
     from engine.core.outputs import Chunk, Completion
-    from engine.core.request import SamplingParams
+    from engine.core.sampling import SamplingParams, TokenLogprobs
     from engine.core.serve.client import AsyncEngine
     from engine.http import http_app
     from engine.llm import LLM
@@ -39,6 +39,7 @@ __all__ = [
     "PluginError",
     "QueueFull",
     "SamplingParams",
+    "TokenLogprobs",
     "http_app",
 ]
 
@@ -48,7 +49,8 @@ _HOMES = {
     "Chunk": "engine.core.outputs",
     "Completion": "engine.core.outputs",
     "EngineConfig": "engine.core.config",
-    "SamplingParams": "engine.core.request",
+    "SamplingParams": "engine.core.sampling",
+    "TokenLogprobs": "engine.core.sampling",
     "http_app": "engine.http",
 }
 

@@ -73,7 +73,8 @@ class LLM:
         *,
         progress: bool = False,
     ) -> list[Completion]:
-        """Complete prompts (text or token ids), all in one batch. The answers are in the order of the prompts.
+        """Complete prompts (text or token ids), all in one batch. The answers are in the order of the prompts; where
+        ``params.n`` is more than 1, each prompt has so many of them, one after the other.
 
         A prompt that the engine could not go on with has finish reason ``error`` and a diagnosis in ``detail``.
 
@@ -113,7 +114,10 @@ class LLM:
         Raises:
             InvalidRequest: at once, before the first piece is asked for.
         """
-        [stream] = self._open([self._encode(prompt)], [params or SamplingParams()])
+        wish = params or SamplingParams()
+        if wish.n != 1:
+            raise InvalidRequest("n", "a stream is one choice: open several")
+        [stream] = self._open([self._encode(prompt)], [wish])
         return ChunkStream(stream, self.step, self._abort)
 
     def explain_cache(self, prompt: Prompt, *, salt: str = "", adapter: str = "") -> dict[str, Any]:
@@ -237,7 +241,8 @@ class LLM:
                     raise
                 raise InvalidRequest(f"prompts[{number}]", str(error)) from error
         streams: list[Stream] = []
-        for tokens, wish in zip(prompts, params, strict=True):
+        each = ((tokens, choice) for tokens, wish in zip(prompts, params, strict=True) for choice in wish.choices())
+        for tokens, wish in each:
             request_id = f"llm-{next(self._numbers)}"
             stream = Stream(request_id, len(tokens), wish, text_of(self.tokenizer, wish))
             self._streams[request_id] = stream

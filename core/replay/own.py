@@ -236,6 +236,7 @@ def _entry(request: Request, salt: str, parked_on: Sequence[str]) -> dict[str, A
             "adapter": request.adapter,
             "arrival": request.arrival,
             "read_cache": request.read_cache,
+            "write_cache": request.write_cache,
             "metadata": metadata,
             "parked_on": list(parked_on),
         },
@@ -251,7 +252,11 @@ def _is_json(value: Any) -> bool:
 
 
 def _frozen(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    """Parameters as they were before JSON made lists of tuples and text of integer keys."""
+    frozen: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in values.items()}
+    if bias := frozen.get("logit_bias"):
+        frozen["logit_bias"] = {int(token): value for token, value in bias.items()}
+    return frozen
 
 
 def _selection(plugin: Any) -> dict[str, Any]:

@@ -49,7 +49,8 @@ LONG_TEXT = 4096  # characters; longer text is tokenised in a thread, so that th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One request to submit. ``request_id`` is the caller's name for it: not unique, only echoed and abortable."""
+    """One prompt to submit, with ``params.n`` choices. ``request_id`` is the caller's name for it: not unique, only
+    echoed and abortable. ``deadline`` is in seconds; the other fields are those of ``EngineCore.add``."""
 
     tokens: Sequence[int]
     params: SamplingParams = field(default_factory=SamplingParams)
@@ -57,11 +58,17 @@ class Ask:
     priority: int = 0
     salt: str = ""
     metadata: Mapping[str, Any] | None = None
+    read_cache: bool = True
+    write_cache: bool = True
+    deadline: float | None = None
 
     def check(self, limits: Limits) -> None:
         """Raise ``InvalidRequest`` where any field has a wrong type or breaks a limit. Long prompts take a while."""
         validate(self.tokens, self.params, limits)
-        check_fields(request_id=self.request_id, priority=self.priority, salt=self.salt, metadata=self.metadata)
+        check_fields(
+            request_id=self.request_id, priority=self.priority, salt=self.salt, metadata=self.metadata,
+            read_cache=self.read_cache, write_cache=self.write_cache, deadline=self.deadline,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +202,8 @@ class AsyncEngine:
         return encode(self.tokenizer, text, self.limits)
 
     def submit_many(self, asks: Sequence[Ask], *, checked: bool = False) -> Group:
-        """Submit requests as one: all are accepted, or none is and the error says why.
+        """Submit requests as one: all are accepted, or none is and the error says why. Choice k of the p-th request has
+        the index ``p * n + k`` in the group, where all have the same ``n``.
 
         Args:
             checked: they went through ``Ask.check`` already (in a thread, for long prompts).
@@ -207,15 +215,14 @@ class AsyncEngine:
         """
         for ask in () if checked else asks:
             ask.check(self.limits)
-        capacity = self.limits.max_waiting + self.limits.max_running
-        if len(asks) > capacity:
-            raise InvalidRequest("n", f"{len(asks)} sequences in one request, at most {capacity} can be open")
+        count, tokens = sum(ask.params.n for ask in asks), sum(ask.params.n * len(ask.tokens) for ask in asks)
+        self._check_size(count, tokens)
         self._bind()  # before the check: from here on, a death is told to this loop
         self._link.check()
-        if len(self.ledger) + len(asks) > capacity:
-            raise QueueFull(f"{len(self.ledger)} requests are open, at most {capacity} may be: try again later")
+        self._check_room(count, tokens)
         group = Group(self._leave)
-        adds = [self._prepare(group, index, ask) for index, ask in enumerate(asks)]
+        each = ((ask, params) for ask in asks for params in ask.params.choices())
+        adds = [self._prepare(group, index, ask, params) for index, (ask, params) in enumerate(each)]
         self._link.send(Submit(adds))  # before the books: what cannot be sent was never accepted
         for stream in group.streams:
             self.ledger.enter(stream)
@@ -230,8 +237,11 @@ class AsyncEngine:
         priority: int = 0,
         salt: str = "",
         metadata: Mapping[str, Any] | None = None,
+        read_cache: bool = True,
+        write_cache: bool = True,
+        deadline: float | None = None,
     ) -> AsyncIterator[Chunk]:
-        """Stream one request. Closing or cancelling the iterator ends the request in the engine.
+        """Stream one request of one choice. Closing or cancelling the iterator ends the request in the engine.
 
         A request that the engine could not go on with ends with finish reason ``error`` and its diagnosis in
         ``detail``.
@@ -242,8 +252,10 @@ class AsyncEngine:
         tokens = await self.encode(prompt) if isinstance(prompt, str) else prompt
         ask = Ask(
             tokens=tokens, params=params or SamplingParams(), request_id=request_id, priority=priority, salt=salt,
-            metadata=metadata,
+            metadata=metadata, read_cache=read_cache, write_cache=write_cache, deadline=deadline,
         )  # fmt: skip
+        if isinstance(ask.params, SamplingParams) and ask.params.n != 1:
+            raise InvalidRequest("n", "a stream is one choice: use submit_many for several")
         group = self.submit_many([ask])
         try:
             async for _, chunk in group:
@@ -331,15 +343,44 @@ class AsyncEngine:
         finally:
             self._asked.pop(number, None)
 
-    def _prepare(self, group: Group, index: int, ask: Ask) -> Add:
+    def _check_size(self, count: int, tokens: int) -> None:
+        """Raise ``InvalidRequest`` for what could never be open at once."""
+        limits = self.limits
+        capacity = limits.max_waiting + limits.max_running
+        if count > capacity:
+            words = f"{count} sequences in one request, at most {capacity} can be open"
+            raise InvalidRequest("n", words, code="above_limit")
+        if count > 1 and tokens > limits.max_waiting_tokens:
+            words = f"{tokens} tokens in {count} sequences, at most {limits.max_waiting_tokens} may wait"
+            raise InvalidRequest("prompt", words, code="above_limit")
+
+    def _check_room(self, count: int, tokens: int) -> None:
+        """Raise ``QueueFull`` where there is no room now, with an estimate of when there will be."""
+        limits, ledger = self.limits, self.ledger
+        capacity = limits.max_waiting + limits.max_running
+        if (missing := len(ledger) + count - capacity) > 0:
+            words = f"{len(ledger)} requests are open, at most {capacity} may be: try again later"
+            raise QueueFull(words, retry_after=ledger.ends.wait_for(missing))
+        waiting = ledger.waiting_tokens
+        if waiting and (missing := waiting + tokens - limits.max_waiting_tokens) > 0:
+            words = (
+                f"requests with {waiting} prompt tokens wait, at most {limits.max_waiting_tokens} tokens may: there is "
+                f"no room for {tokens} more, try again later"
+            )
+            raise QueueFull(words, retry_after=ledger.ends.wait_for(missing * len(ledger) / waiting))
+
+    def _prepare(self, group: Group, index: int, ask: Ask, params: SamplingParams) -> Add:
         request_id = f"{self._prefix}-{next(self._numbers)}"
         stream = Stream(
-            request_id, len(ask.tokens), ask.params, text_of(self.tokenizer, ask.params),
+            request_id, len(ask.tokens), params, text_of(self.tokenizer, params),
             external_id=ask.request_id, wake=group.waker(index),
         )  # fmt: skip
         group.add(stream)
         metadata = dict(ask.metadata) if ask.metadata is not None else None
-        return Add(request_id, list(ask.tokens), ask.params, ask.priority, ask.salt, metadata)
+        return Add(
+            request_id, list(ask.tokens), params, ask.priority, ask.salt, metadata,
+            ask.read_cache, ask.write_cache, ask.deadline,
+        )  # fmt: skip
 
     def _leave(self, streams: Sequence[Stream]) -> None:
         """Nobody wants these any more. Sends and returns: safe in a handler that is being cancelled."""
@@ -359,9 +400,9 @@ class AsyncEngine:
                 self._answer(number, values)
             case CacheAnswer(number=number) | Updated(number=number):
                 self._answer(number, event)
-            case Refused(request_id=request_id, field=name, message=message):
+            case Refused(request_id=request_id):
                 if (stream := self.ledger.open.get(request_id)) is not None:
-                    self.ledger.fail([stream], InvalidRequest(name, message))
+                    self.ledger.fail([stream], InvalidRequest(event.field, event.message, code=event.code))
 
     def _answer(self, number: int, answer: Any) -> None:
         future = self._asked.get(number)

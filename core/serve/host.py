@@ -71,6 +71,9 @@ class Core(Protocol):
         priority: int = 0,
         salt: str = "",
         metadata: dict[str, Any] | None = None,
+        read_cache: bool = True,
+        write_cache: bool = True,
+        deadline: float | None = None,
     ) -> Any:
         """Queue a request. Raises ``InvalidRequest`` or ``QueueFull``."""
 
@@ -105,6 +108,11 @@ class Intake:
     def waiting(self) -> int:
         """Requests that wait here."""
         return sum(isinstance(item, Add) for item in self._backlog)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Their prompts' tokens."""
+        return sum(len(item.tokens) for item in self._backlog if isinstance(item, Add))
 
     def bar(self, update: UpdateWeights) -> None:
         """What comes after this waits until the core has nothing left of what came before: see ``raised``."""
@@ -145,6 +153,9 @@ class Intake:
                     priority=item.priority,
                     salt=item.salt,
                     metadata=item.metadata,
+                    read_cache=item.read_cache,
+                    write_cache=item.write_cache,
+                    deadline=item.deadline,
                 )
             except QueueFull:
                 break  # not an error here: the next step makes room, and the client bounds how many there can be
@@ -229,7 +240,7 @@ class Host:
         while (update := self._intake.raised()) is not None:
             self._update(update, "refuse")
         for item, error in self._intake.pump():
-            self._emit(Refused(item.request_id, error.field, error.message))
+            self._emit(Refused(item.request_id, error.field, error.message, error.code))
         self.busy = self._core.has_work or len(self._intake) > 0
         if not self.busy:
             return
@@ -243,4 +254,5 @@ class Host:
     def _stats(self) -> dict[str, int | float]:
         values = dict(self._core.stats())
         values["waiting"] = values.get("waiting", 0) + self._intake.waiting
+        values["waiting_tokens"] = values.get("waiting_tokens", 0) + self._intake.waiting_tokens
         return values

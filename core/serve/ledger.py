@@ -9,6 +9,7 @@ from engine.core.errors import EngineError
 from engine.core.plan import Delta
 from engine.core.request import Finish
 from engine.core.serve.messages import Abort
+from engine.core.serve.pace import Ends
 from engine.core.serve.streams import Stream
 
 
@@ -20,6 +21,9 @@ class Ledger:
 
     def __init__(self) -> None:
         self.open: dict[str, Stream] = {}
+        self.waiting_tokens = 0  # prompt tokens of requests that have brought nothing yet
+        self.ends = Ends()
+        self._waiting: dict[str, int] = {}
         self.accepted = 0
         self.ended: Counter[str] = Counter({reason.value: 0 for reason in Finish})
 
@@ -29,6 +33,8 @@ class Ledger:
     def enter(self, stream: Stream) -> None:
         """A request was accepted."""
         self.open[stream.request_id] = stream
+        self._waiting[stream.request_id] = stream.num_prompt
+        self.waiting_tokens += stream.num_prompt
         self.accepted += 1
 
     def under(self, external_id: str) -> list[Stream]:
@@ -42,6 +48,8 @@ class Ledger:
             stream = self.open.get(delta.request_id)
             if stream is None:
                 continue  # the caller left before this came
+            if delta.tokens and delta.request_id in self._waiting:
+                self._begun(stream)
             try:
                 stop = stream.feed(delta)
             except Exception as error:  # text that cannot be decoded ends one request, not everybody's
@@ -72,4 +80,9 @@ class Ledger:
 
     def _close(self, stream: Stream, reason: Finish) -> None:
         del self.open[stream.request_id]
+        self._begun(stream)
         self.ended[reason.value] += 1
+        self.ends.add()
+
+    def _begun(self, stream: Stream) -> None:
+        self.waiting_tokens -= self._waiting.pop(stream.request_id, 0)

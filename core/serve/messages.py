@@ -25,6 +25,9 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     priority: int = 0
     salt: str = ""
     metadata: dict[str, Any] | None = None
+    read_cache: bool = True
+    write_cache: bool = True
+    deadline: float | None = None
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -92,6 +95,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     request_id: str
     field: str
     message: str
+    code: str = "invalid_value"
 
 
 class Stats(msgspec.Struct, frozen=True, tag=True):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from engine.core.outputs import Chunk, Completion
 from engine.core.plan import Delta
 from engine.core.request import Finish, SamplingParams
+from engine.core.sampling import TokenLogprobs
 
 if TYPE_CHECKING:
     from engine.core.serve.text import Text
@@ -43,6 +44,8 @@ class Stream:
         self._wake = wake
         self._new_text = ""
         self._new_tokens: list[int] = []
+        self._new_logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
         self._last_taken = False
 
     @property
@@ -61,11 +64,16 @@ class Stream:
         if self.done:
             return None
         self.cached_tokens = delta.cached_tokens
+        if delta.tokens and not self.num_output and self._params.prompt_logprobs is not None:
+            self._prompt_logprobs = tuple(delta.prompt_logprobs)
+        logprobs = delta.logprobs
         for number, token in enumerate(delta.tokens, 1):
             self._new_tokens.append(token)
             self.num_output += 1
+            if logprobs:
+                self._new_logprobs.append(logprobs[number - 1])
             is_stop_token = delta.finish is Finish.STOP and number == len(delta.tokens) and delta.detail == str(token)
-            if self._text is None or is_stop_token:
+            if self._text is None or (is_stop_token and not self._params.include_stop_str_in_output):
                 continue
             self._new_text += self._text.push(token)
             if self._text.stopped is not None:
@@ -105,10 +113,13 @@ class Stream:
             raise self.error
         text, self._new_text = self._new_text, ""
         tokens, self._new_tokens = tuple(self._new_tokens), []
+        logprobs, self._new_logprobs = tuple(self._new_logprobs), []
+        prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         self._last_taken = self.finish_reason is not None
         return Chunk(
-            text, tokens, self.finish_reason, self._detail, self.num_prompt, self.num_output, self.cached_tokens
-        )
+            text, tokens, self.finish_reason, self._detail, self.num_prompt, self.num_output, self.cached_tokens,
+            logprobs, prompt_logprobs,
+        )  # fmt: skip
 
 
 class Group:
@@ -165,11 +176,16 @@ class Gather:
     def __init__(self) -> None:
         self._text: list[str] = []
         self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
     def add(self, chunk: Chunk) -> Completion | None:
         """Take in a chunk; the last one gives the completion."""
         self._text.append(chunk.text)
         self._tokens.extend(chunk.token_ids)
+        self._logprobs.extend(chunk.logprobs)
+        if chunk.prompt_logprobs is not None:
+            self._prompt_logprobs = chunk.prompt_logprobs
         if chunk.finish_reason is None:
             return None
         return Completion(
@@ -179,4 +195,6 @@ class Gather:
             chunk.detail,
             chunk.prompt_tokens,
             chunk.cached_tokens,
+            tuple(self._logprobs) or None,
+            self._prompt_logprobs,
         )

@@ -33,7 +33,7 @@ def find_tokenizer(config: EngineConfig) -> Tokenizer | None:
         raise
 
 
-def encode(tokenizer: Tokenizer | None, text: str, limits: Limits) -> list[int]:
+def encode(tokenizer: Tokenizer | None, text: str, limits: Limits, *, add_special: bool = True) -> list[int]:
     """Token ids of a prompt. A hopelessly long text is refused after a look at its beginning, not after minutes.
 
     Raises:
@@ -48,12 +48,14 @@ def encode(tokenizer: Tokenizer | None, text: str, limits: Limits) -> list[int]:
             "prompt",
             f"has {len(text)} characters, of which the first {head} alone are more than {most} tokens; "
             f"at most {most - 1} tokens leave room for an output token",
+            code="above_limit",
         )
-    return tokenizer.encode(text)
+    return tokenizer.encode(text, add_special=add_special)
 
 
 class Text:
-    """The text of one request as its tokens come in, cut before a stop string. Not thread-safe.
+    """The text of one request as its tokens come in, cut before a stop string, or behind it if that is asked for.
+    Not thread-safe.
 
     ``min_tokens`` holds for stop strings too: the text of the tokens before that number cannot be part of a match.
     """
@@ -61,8 +63,8 @@ class Text:
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         from engine.core.models.detokenizer import StopStrings, TextStream
 
-        self._stream = TextStream(tokenizer)
-        self._stops = StopStrings(params.stop)
+        self._stream = TextStream(tokenizer, skip_special=params.skip_special_tokens)
+        self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output)
         self._min_tokens = params.min_tokens
         self._tokens = 0
 

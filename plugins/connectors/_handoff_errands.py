@@ -14,6 +14,7 @@ from engine.plugins.connectors._handoff_desk import Desk
 from engine.plugins.connectors._handoff_identity import Identity
 from engine.plugins.connectors._handoff_movers import Load
 from engine.plugins.connectors._handoff_peers import Claim
+from engine.plugins.connectors._handoff_staging import NoRoom
 from engine.plugins.connectors._handoff_wire import LeaseEnded, Line, LineError
 
 log = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class Errand(ABC):
                     line.close()
         except LineError as error:
             self.desk.tally.broken += 1
-            if not (self.cancelled or self.at_once or isinstance(error, LeaseEnded)):
+            if not (self.cancelled or self.at_once or isinstance(error, LeaseEnded | NoRoom)):
                 peers.failed(address, error)
             return f"peer {address}: {'cancelled' if self.cancelled else error}"
         return ""
@@ -175,8 +176,10 @@ class Fetch(Errand):
             )  # fmt: skip
 
     def ended(self, reason: str) -> None:
-        """Done where all is there, whatever was said afterwards."""
+        """Done where all is there, whatever was said afterwards. A claim that was not used is not needed."""
         wish = self.wish
+        if (claim := self.desk.claimed(wish.request_id)) is not None:
+            self.desk.let_go(claim)
         if self.good == len(wish.pages) and not self.cancelled:
             self.desk.tell(TransferEvent(wish.id, "done"))
         else:

@@ -43,10 +43,11 @@ class Rows:
 
         Raises ``IndexError`` for pages that do not exist.
         """
-        where, at = np.asarray(pages, np.int64), 0
+        at = 0
         for region in self.regions:
-            end = at + len(where) * region.shape[1]
-            region[where] = memory[at:end].reshape(len(where), -1)
+            end = at + len(pages) * region.shape[1]
+            for page, row in zip(pages, memory[at:end].reshape(len(pages), -1), strict=True):
+                region[page] = row  # one copy a row is faster than all at once by their numbers
             at = end
 
     def checksum(self, pages: Sequence[int]) -> int:

@@ -29,6 +29,12 @@ LOOK = 0.05  # seconds between two looks at what is in limbo, while somebody wai
 _outlived: list[Bytes] = []  # memory that something may still write to after its connector was closed
 
 
+class NoRoom(LineError):
+    """No slot was free in time. That says nothing of the peer, with whom nothing is open."""
+
+    well = True
+
+
 @dataclass(frozen=True, slots=True)
 class Slot:
     """A part of the area. ``offset``: bytes from the area's beginning; ``memory``: its bytes, one row."""
@@ -91,7 +97,7 @@ class Staging:
         return len(self._limbo)
 
     def take(self, patience: float, cancelled: Callable[[], bool]) -> Slot:
-        """A free slot, waited for if need be. Mutates. Raises ``LineError`` where there is none in time."""
+        """A free slot, waited for if need be. Mutates. Raises ``NoRoom`` where there is none in time."""
         until = time.monotonic() + patience
         with self._changed:
             while True:
@@ -100,7 +106,7 @@ class Staging:
                     return self._free.pop()
                 left = until - time.monotonic()
                 if cancelled() or left <= 0:
-                    raise LineError(
+                    raise NoRoom(
                         f"there is no room in the staging area ({len(self._limbo)} of its slots may still be "
                         "written to)"
                     )

@@ -35,8 +35,10 @@ class Workers:
         self._closing = False
 
     def add(self, job: Job) -> None:
-        """Have it done. Mutates."""
+        """Have it done; after ``close`` nothing is. Mutates."""
         with self._wake:
+            if self._closing:
+                return
             self._jobs.append(job)
             if len(self._jobs) > self._idle and len(self._threads) < self._most:
                 thread = threading.Thread(target=self._work, name=f"engine-{self._name}-pull", daemon=True)

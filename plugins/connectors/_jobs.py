@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 GOODBYE = 5.0  # seconds that a slice under way has before its thread is given up
 URGENCY = ("pull", "probe", "push", "task")
 COMPUTING = 0.002  # seconds since the engine's thread was last here after which it must be computing
-SHARE = 0.1  # of one processor that a worker takes while the engine computes: that is what a step may get longer by
+SHARE = 0.06  # of one processor that a worker takes while the engine computes: that is what a step may get longer by
 LOOK = 0.005  # seconds between two looks whether the engine still does
 WAIT = {"probe": 0.5, "pull": 1.0, "push": 1.0}  # of patience: how long a look-up may take; a slice of the others
 

@@ -116,7 +116,9 @@ class MooncakeTransport(Transport):
         if state != "done":
             raise TransportError(f"mooncake: peer {peer} at {session}: {nothing.reason or 'it does not answer'}")
         with self._lock:
-            self._peers[peer] = target
+            known = self._peers.get(peer)
+            if known is None or known.card != card:  # else another thread was first, and pieces are counted there
+                self._peers[peer] = target
 
     def disconnect(self, peer: str) -> None:
         """The library writes what it was told to write; motions that are open go on to say how that goes."""

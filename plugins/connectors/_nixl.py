@@ -88,6 +88,7 @@ class NixlTransport(Transport):
         self._library = library()
         self._environment = {**QUIET, "UCX_TLS": tls, **({"UCX_NET_DEVICES": devices} if devices else {})}
         self._agent: Any = None
+        self._registered: Any = None
         self._lock = threading.Lock()  # of the books; the library has its own
         self._remotes: dict[str, _Remote] = {}
         self._left: list[_Remote] = []  # disconnected, with motions that have not ended
@@ -107,15 +108,14 @@ class NixlTransport(Transport):
             raise TransportError(f"nixl: {_words(error)}") from error
 
     def connect(self, peer: str, card: str) -> None:
-        """Another card of a peer replaces what was known of it."""
+        """Another card of a peer replaces what was known of it. Of threads that connect at once the first is right:
+        the library knows a peer once, and forgets it when none of its motions is open."""
         with self._lock:
-            known = self._remotes.get(peer)
-            if known is None and (left := next((one for one in self._left if one.card == card), None)) is not None:
-                self._left.remove(left)
-                known = self._remotes[peer] = left
-        if known is not None and known.card == card:
-            return
-        self.disconnect(peer)
+            if self._knows(peer, card):
+                return
+            other = peer in self._remotes
+        if other:
+            self.disconnect(peer)
         try:
             said = self._agent.add_remote_agent(base64.b64decode(card))
             name = said.decode() if isinstance(said, bytes) else str(said)
@@ -123,7 +123,8 @@ class NixlTransport(Transport):
         except Exception as error:
             raise TransportError(f"nixl: peer {peer}: {_words(error)}") from error
         with self._lock:
-            self._remotes[peer] = _Remote(name, card)
+            if not self._knows(peer, card):
+                self._remotes[peer] = _Remote(name, card)
 
     def disconnect(self, peer: str) -> None:
         """What the peer was asked for arrives all the same. Its open motions go on to say the truth: the library is
@@ -138,17 +139,17 @@ class NixlTransport(Transport):
         """Over shared memory this is the whole copy; over TCP it is done by UCX's thread."""
         with self._lock:
             remote = self._remotes.get(peer)
-        if remote is None:
-            raise TransportError(f"nixl: peer {peer} is not connected")
+            if remote is None:
+                raise TransportError(f"nixl: peer {peer} is not connected")
+            motion = NixlMotion(self, remote)
+            remote.motions.add(motion)  # from now on the library does not forget the peer
         agent = self._agent
         try:
             here, there = (agent.get_xfer_descs(_pieces(places, lengths), "DRAM") for places in (ours, theirs))
-            handle = agent.initialize_xfer(self.operation, here, there, remote.name)
+            handle = motion.handle = agent.initialize_xfer(self.operation, here, there, remote.name)
         except Exception as error:
+            motion.drop()
             raise TransportError(f"nixl: {_words(error)}") from error
-        motion = NixlMotion(self, remote, handle)
-        with self._lock:
-            remote.motions.add(motion)
         motion.look(lambda: agent.transfer(handle))
         return motion
 
@@ -167,6 +168,14 @@ class NixlTransport(Transport):
                 agent.deregister_memory(self._registered)
             except Exception as error:
                 log.warning("nixl: memory could not be unregistered: %s", _words(error))
+
+    def _knows(self, peer: str, card: str) -> bool:
+        """Whether the peer is connected by this card, or was and can be again. Whoever calls has the lock. Mutates."""
+        known = self._remotes.get(peer)
+        if known is None and (left := next((one for one in self._left if one.card == card), None)) is not None:
+            self._left.remove(left)
+            known = self._remotes[peer] = left
+        return known is not None and known.card == card
 
     def _sweep(self) -> None:
         """Have the library forget those whose motions have all ended."""
@@ -190,10 +199,11 @@ class NixlPushTransport(NixlTransport):
 
 
 class NixlMotion(Motion):
-    """One of the library's transfers."""
+    """One of the library's transfers. ``handle``: the library's own, as long as there is one."""
 
-    def __init__(self, transport: NixlTransport, remote: _Remote, handle: Any) -> None:
-        self._transport, self._remote, self._handle = transport, remote, handle
+    def __init__(self, transport: NixlTransport, remote: _Remote) -> None:
+        self._transport, self._remote = transport, remote
+        self.handle: Any = None
         self._state: Literal["moving", "done", "failed"] = "moving"
 
     def state(self) -> Literal["moving", "done", "failed"]:
@@ -201,9 +211,9 @@ class NixlMotion(Motion):
         if self._state != "moving":
             return self._state
         agent = self._transport._agent
-        if self._handle is None or agent is None:
+        if self.handle is None or agent is None:
             return self._end("failed", "it was dropped")
-        return self.look(lambda: agent.check_xfer_state(self._handle))
+        return self.look(lambda: agent.check_xfer_state(self.handle))
 
     def look(self, ask: Any) -> Literal["moving", "done", "failed"]:
         """Learn the state from what the library answers to ``ask``."""
@@ -217,7 +227,7 @@ class NixlMotion(Motion):
 
     def drop(self) -> None:
         """Release the handle, under way or not."""
-        handle, self._handle = self._handle, None
+        handle, self.handle = self.handle, None
         if handle is not None:
             try:
                 handle.release()

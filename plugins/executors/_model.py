@@ -18,8 +18,12 @@ from engine.core.errors import ModelError
 from engine.core.models import gguf_llama, hf_dir
 from engine.core.models.gguf_file import GGUFFile
 from engine.core.models.source import ModelSource
+from engine.core.native import Kernels
+from engine.core.native.kernels import Format
+from engine.plugins.executors._fused import FusedDecoder, NotFused
+from engine.plugins.executors._native import pack_native
 from engine.plugins.executors._packed import pack_linears
-from engine.plugins.executors._paged import IMPLEMENTATION, LayerShape, Probe, active, register
+from engine.plugins.executors._paged import IMPLEMENTATION, LayerShape, Probe, active, current, register
 
 
 class LoadedModel:
@@ -39,6 +43,8 @@ class LoadedModel:
         self.max_model_len = _max_length(self.config)
         self.vocab_size = int(module.get_output_embeddings().weight.shape[0])
         self.parameters = sum(parameter.numel() for parameter in module.parameters())
+        self.fused: FusedDecoder | None = None
+        self.not_fused = ""
         self._keeps = "logits_to_keep" in inspect.signature(module.forward).parameters
         self.layers = self._probe()
 
@@ -48,6 +54,8 @@ class LoadedModel:
         Where nothing is kept the output embedding is not computed at all. KV is written through the active layer.
         """
         inputs = {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False}
+        if self.fused is not None:
+            return self.fused.run(ids, positions, keep, current())
         if not keep.numel():
             self.module.get_decoder()(**inputs)
             return torch.empty(0, self.vocab_size)
@@ -58,8 +66,25 @@ class LoadedModel:
         return everything.index_select(0, keep)
 
     def pack(self) -> int:
-        """Prepack all linear layers for the CPU. Mutates the module; returns how many were packed."""
+        """Prepack all linear layers for oneDNN. Mutates the module; returns how many were packed."""
         return pack_linears(self.module)
+
+    def compile(self, kernels: Kernels, format: Format) -> int:
+        """Give all linear layers to the compiled kernels, and all of the decoder where they can run it whole.
+
+        Mutates the module; returns how many layers were packed. ``not_fused`` says why a decoder runs in parts.
+        """
+        packed = pack_native(self.module, kernels, format)
+        try:
+            self.fused = FusedDecoder(self.module, kernels)
+        except NotFused as error:
+            self.not_fused = str(error)
+        return packed
+
+    def refresh(self) -> None:
+        """Weights were replaced. Mutates."""
+        if self.fused is not None:
+            self.fused.refresh()
 
     def _probe(self) -> list[LayerShape]:
         probe = Probe()

@@ -51,6 +51,14 @@ def active(layer: Layer) -> Iterator[None]:
         _current.reset(token)
 
 
+def current() -> Layer:
+    """Who answers attention calls here and now. Raises ``ExecutionError`` outside of ``active``."""
+    layer = _current.get(None)
+    if layer is None:
+        raise ExecutionError(f"attention {IMPLEMENTATION!r} was called outside a step of an engine")
+    return layer
+
+
 def _attention(
     module: nn.Module,
     query: Tensor,
@@ -61,9 +69,7 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' side: ``[1, heads, tokens, head_dim]`` in, ``[1, tokens, heads, head_dim]`` out."""
-    layer = _current.get(None)
-    if layer is None:
-        raise ExecutionError(f"attention {IMPLEMENTATION!r} was called outside a step of an engine")
+    layer = current()
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (side[0].transpose(0, 1) for side in (query, key, value))
     return layer(module, q, k, v, scale, {**kwargs, "attention_mask": attention_mask}).unsqueeze(0), None

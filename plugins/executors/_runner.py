@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
+import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING
 
@@ -15,21 +15,26 @@ import torch as t
 from torch import Tensor
 
 from engine.core.batch import Batch
-from engine.core.continuation import Continuations
-from engine.core.errors import ExecutionError, ModelError
+from engine.core.continuation import Continuations, Row
+from engine.core.errors import ConfigError, ExecutionError, ModelError
 from engine.core.memory import KVLayout, layout_digest
 from engine.core.models.source import resolve
+from engine.core.native import NoKernels, kernels
+from engine.core.native.kernels import Format
 from engine.core.plan import Outcome, Plan
 from engine.core.protocols import Attention, ModelInfo
 from engine.plugins.executors._model import LoadedModel, kv_bytes, load_model
+from engine.plugins.executors._native import argmax_of
 from engine.plugins.executors._packed import can_pack
 from engine.plugins.executors._paged import PagedLayers, active
-from engine.plugins.executors._sampling import draw_for, sample
+from engine.plugins.executors._sampling import Sampler
 from engine.plugins.executors._threads import threads
 from engine.plugins.executors._weights import Weights, chained, digest
 
 if TYPE_CHECKING:
     from engine.plugins.executors.torch import TorchOptions
+
+log = logging.getLogger(__name__)
 
 
 class Runner:
@@ -42,11 +47,12 @@ class Runner:
         self.options = options
         self._model_name = model
         self._attention = attention
-        self._seed = seed
+        self._sampler = Sampler(seed)
         self._model: LoadedModel | None = None
         self._layers: PagedLayers | None = None
         self._page_size = 0
         self._fingerprint = ""
+        self._kernels = "torch"
         self._continuations = Continuations()
 
     def load(self) -> ModelInfo:
@@ -54,9 +60,10 @@ class Runner:
         started = time.perf_counter()
         dtype = self._dtype
         source = resolve(self._model_name)
+        attention = self._attention.prepare(device="cpu", dtype=self.options.dtype)
         with threads(self.options.threads):
             model, computing = load_model(source, dtype), t.get_num_threads()
-        packed = model.pack() if self.options.packed and can_pack(dtype) else 0
+            packed = self._pack(model)
         self._model = model
         self._fingerprint = f"{model.fingerprint}:{self.options.dtype}"
         return ModelInfo(
@@ -71,12 +78,34 @@ class Runner:
                 "parameters": model.parameters,
                 "layers": len(model.layers),
                 "dtype": self.options.dtype,
-                "attention": self._attention.name,
+                "attention": attention,
                 "packed_linears": packed,
+                "kernels": self._kernels,
+                "weights": self.options.weights if self._kernels.startswith("compiled") else self.options.dtype,
                 "threads": computing,
                 "load_seconds": round(time.perf_counter() - started, 3),
             },
         )
+
+    def _pack(self, model: LoadedModel) -> int:
+        """Bring the linear layers into the layout of whoever computes them; returns how many were. Mutates."""
+        options = self.options
+        if options.compiled and self._dtype is t.float32:
+            try:
+                compiled = kernels()
+                packed = model.compile(compiled, Format[options.weights])
+            except NoKernels as error:
+                log.warning("executor torch goes on without compiled kernels: %s", error)
+            else:
+                self._sampler.argmax = argmax_of(compiled)
+                self._kernels = "compiled" if model.fused else f"compiled, in parts: {model.not_fused}"
+                return packed
+        if options.weights != "float32":
+            raise ConfigError(f"executor torch: weights in {options.weights} need the compiled kernels, and float32")
+        if options.packed and can_pack(self._dtype):
+            self._kernels = "onednn"
+            return model.pack()
+        return 0
 
     def allocate(self, num_pages: int, page_size: int) -> None:
         """Allocate K and V of every layer, zeroed, ``[num_pages, page_size, kv_heads, head_dim]``. Mutates."""
@@ -97,21 +126,17 @@ class Runner:
             raise ExecutionError("executor torch: load() and allocate() come before execute()")
         if not plan:
             return Outcome(plan, ())
-        rows = [row for row, wanted in enumerate(plan.samples) if wanted]
-        ends = list(itertools.accumulate(plan.counts))
-        starts, ids, positions = self._inputs(plan)
-        batch = Batch(starts=starts, counts=plan.counts, pages=plan.tables, page_size=self._page_size)
+        rows = self._continuations.rows(plan)
+        ids, positions = self._inputs(plan, rows)
+        wanted = self._sampler.wanted(plan, rows)
+        batch = Batch(
+            starts=[row.start for row in rows], counts=plan.counts, pages=plan.tables, page_size=self._page_size
+        )
         with threads(self.options.threads), t.inference_mode(), active(self._layers):
             self._attention.plan_batch(batch)
-            logits = self._model.run(ids, positions, t.tensor([ends[row] - 1 for row in rows], dtype=t.long))
-            draws = [draw_for(plan.requests[row], starts[row] + plan.counts[row], self._seed) for row in rows]
-            chosen, bad = sample(logits, draws) if rows else ([], [])
-        failed = {rows[index]: "the model's logits are not numbers (NaN)" for index in bad}
-        tokens: list[tuple[int, ...]] = [()] * len(plan.requests)
-        for row, token in zip(rows, chosen, strict=True):
-            if row not in failed:
-                tokens[row] = (token,)
-        return self._continuations.keep(Outcome(plan, tuple(tokens), failed))
+            logits = self._model.run(ids, positions, t.tensor(wanted.keep, dtype=t.long))
+            outcome = self._sampler.choose(logits, plan, rows, wanted)
+        return self._continuations.keep(outcome)
 
     def weights(self) -> dict[str, Tensor]:
         """A copy of every weight, by transformers' name, in the executor's dtype."""
@@ -132,6 +157,7 @@ class Runner:
         else:
             mark = digest(weights) if len(weights) == len(places.names) else chained(self._fingerprint, weights)
         places.write(weights)
+        model.refresh()
         self._fingerprint = f"{mark}:{self.options.dtype}"
         return self._fingerprint
 
@@ -168,15 +194,13 @@ class Runner:
         dtype: t.dtype = getattr(t, self.options.dtype)
         return dtype
 
-    def _inputs(self, plan: Plan) -> tuple[list[int], Tensor, Tensor]:
-        """Where each row starts; all rows' tokens and their positions, row after row, ``[sum(counts)]``."""
-        starts: list[int] = []
+    def _inputs(self, plan: Plan, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+        """All rows' tokens and their positions, row after row, ``[sum(counts)]``."""
         ids: list[int] = []
         positions: list[int] = []
-        for row, count in zip(self._continuations.rows(plan), plan.counts, strict=True):
-            starts.append(row.start)
+        for row, count in zip(rows, plan.counts, strict=True):
             ids += row.tokens
             positions += range(row.start, row.start + count)
         if len(ids) != len(positions):
             raise ExecutionError("the plan computes tokens that are not known yet")
-        return starts, t.tensor(ids, dtype=t.long), t.tensor(positions, dtype=t.long)
+        return t.tensor(ids, dtype=t.long), t.tensor(positions, dtype=t.long)

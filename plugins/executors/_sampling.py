@@ -1,110 +1,178 @@
-"""Choosing tokens from logits, a whole batch at a time.
+"""Choosing tokens from logits, a whole batch at a time. Who asks for nothing special costs one argmax.
 
-Random numbers depend on nothing but a request's seed and the position of the token, so a seeded request yields the same
-tokens alone, in any batch, in any order of steps, and after a preemption. A token is drawn by the Gumbel-max trick
-(Gumbel, 1954): the argmax of ``logits / temperature + noise``, the noise belonging to the token id.
+Random numbers depend on nothing but a request's seed, its choice and the position of the token, so a seeded request
+yields the same tokens alone, in any batch, in any order of steps, and after a preemption.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from engine.core.request import Request, SamplingParams
+from engine.core.continuation import Row
+from engine.core.plan import Outcome, Plan
+from engine.core.request import Request
+from engine.core.sampling import SamplingParams, TokenLogprobs
+from engine.plugins.executors._sampling_draw import draw
+from engine.plugins.executors._sampling_edits import NOTHING, Editor, Edits, apply
+from engine.plugins.executors._sampling_logprobs import token_logprobs
+from engine.plugins.executors._sampling_numbers import seed_of, uniform
 
-FORBIDDEN = float("-inf")
-FEW = 1024  # tokens looked at before a whole vocabulary is sorted
+Argmax = Callable[[Tensor], Tensor]
+"""What finds the likeliest token of each row, as ``argmax`` does."""
+
+INFINITY = float("inf")
+NAN = "the model's logits are not numbers (NaN)"
+NONE_LEFT = "every token is forbidden: by logit_bias, stop tokens before min_tokens, or the model itself"
 
 
 class Draw(NamedTuple):
-    """One row to sample: its parameters, the seed of its request, the position of the token, ids not allowed yet."""
+    """One row to sample: parameters, the seed of its request, the position of the token, what changes its logits."""
 
     params: SamplingParams
-    seed: int
-    position: int
-    banned: tuple[int, ...] = ()
+    seed: int = 0
+    position: int = 0
+    edits: Edits = NOTHING
 
 
-def draw_for(request: Request, position: int, engine_seed: int) -> Draw:
-    """What sampling needs to know of a request whose token at ``position`` is wanted. Does not mutate."""
-    params = request.params
-    seed = params.seed
-    if seed is None:
-        seed = mix(engine_seed, request.arrival_index)
-    banned = tuple(request.stop_ids) if position - request.num_prompt < params.min_tokens else ()
-    return Draw(params, seed, position, banned)
+class Sampled(NamedTuple):
+    """A token for each row; what is wrong with rows whose token means nothing; log-probabilities of those that ask."""
+
+    tokens: list[int]
+    bad: dict[int, str]
+    logprobs: dict[int, TokenLogprobs]
 
 
-def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[int]]:
-    """Choose a token for each row of ``logits [rows, vocab]``. Mutates ``logits`` where ids are banned.
+class Wanted(NamedTuple):
+    """Which logits a plan needs.
 
-    Returns the tokens, and the indices of rows whose logits hold NaN (their token means nothing). Rows that are greedy
-    cost one argmax whatever the others want.
+    Attributes:
+        keep: indices into the flattened batch: of the rows that sample, then of the prompts' tokens.
+        rows: the plan's rows that sample.
+        prompts: row -> the prompt tokens that follow those whose logits are kept for it.
     """
-    for row, draw in enumerate(draws):
-        if draw.banned:
-            logits[row, list(draw.banned)] = FORBIDDEN
-    best, tokens = logits.max(dim=-1)  # max passes NaN on
-    bad = [row for row, value in enumerate(best.tolist()) if value != value]
-    chosen: list[int] = tokens.tolist()
-    drawn = [row for row, draw in enumerate(draws) if not draw.params.greedy and row not in bad]
+
+    keep: list[int]
+    rows: list[int]
+    prompts: dict[int, list[int]]
+
+
+class Sampler:
+    """Chooses the tokens of plans. ``seed`` is that of requests which bring none. Not thread-safe.
+
+    Attribute ``argmax``: what finds the likeliest token of each row.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._editor = Editor()
+        self.argmax: Argmax = argmax
+
+    def wanted(self, plan: Plan, rows: Sequence[Row]) -> Wanted:
+        """Which logits to compute. Does not mutate."""
+        keep: list[int] = []
+        sampling: list[int] = []
+        prompts: dict[int, list[int]] = {}
+        scored: list[int] = []
+        end = 0
+        for row, (request, count, samples) in enumerate(zip(plan.requests, plan.counts, plan.samples, strict=True)):
+            if samples:
+                sampling.append(row)
+                keep.append(end + count - 1)
+            if request.params.prompt_logprobs is not None:
+                start = rows[row].start
+                following = request.tokens[start + 1 : min(start + count + 1, request.num_prompt)]
+                if following:
+                    prompts[row] = following
+                    scored += range(end, end + len(following))
+            end += count
+        return Wanted(keep + scored, sampling, prompts)
+
+    def choose(self, logits: Tensor, plan: Plan, rows: Sequence[Row], wanted: Wanted) -> Outcome:
+        """The plan's outcome, from ``logits [kept, vocab]`` as ``wanted`` has asked for them. Mutates them."""
+        count = len(wanted.rows)
+        prompt_logprobs, errors = self._prompts(logits[count:], plan, wanted)
+        tokens: list[tuple[int, ...]] = [()] * len(plan.requests)
+        logprobs: dict[int, Sequence[TokenLogprobs]] = {}
+        if count:
+            sampled = sample(logits[:count], [self._draw(plan, row, rows[row]) for row in wanted.rows], self.argmax)
+            errors |= {wanted.rows[number]: words for number, words in sampled.bad.items()}
+            for number, (row, token) in enumerate(zip(wanted.rows, sampled.tokens, strict=True)):
+                if row not in errors:
+                    tokens[row] = (token,)
+                    if number in sampled.logprobs:
+                        logprobs[row] = (sampled.logprobs[number],)
+        return Outcome(plan, tuple(tokens), errors, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+
+    def _draw(self, plan: Plan, row: int, known: Row) -> Draw:
+        request = plan.requests[row]
+        params = request.params
+        position = known.start + len(known.tokens)
+        seed = 0 if params.greedy else seed_of(request, self._seed)
+        if not (params.min_tokens or params.penalised or params.logit_bias):
+            return Draw(params, seed, position)
+        committed, pending = _certain(request, known, continues=bool(plan.awaits) and plan.awaits[row] >= 0)
+        return Draw(params, seed, position, self._editor.edits(request, position, committed, pending))
+
+    def _prompts(
+        self, logits: Tensor, plan: Plan, wanted: Wanted
+    ) -> tuple[dict[int, Sequence[TokenLogprobs]], dict[int, str]]:
+        found: dict[int, Sequence[TokenLogprobs]] = {}
+        errors: dict[int, str] = {}
+        at = 0
+        for row, following in wanted.prompts.items():
+            most = plan.requests[row].params.prompt_logprobs
+            assert most is not None
+            mine = token_logprobs(logits[at : at + len(following)], following, [most] * len(following))
+            at += len(following)
+            if any(one.logprob != one.logprob for one in mine):
+                errors[row] = NAN
+            else:
+                found[row] = mine
+        return found, errors
+
+
+def _certain(request: Request, known: Row, *, continues: bool) -> tuple[int, Sequence[int]]:
+    """How many of the request's tokens are committed, and what a step in flight has sampled after them."""
+    if not continues:
+        return known.start + len(known.tokens), ()
+    return known.start - len(known.before), [*known.before, *known.tokens]
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """The likeliest token of each row, the first of equals; a NaN where there is one. numpy's is ten times faster."""
+    return torch.from_numpy(logits.numpy().argmax(axis=-1)) if logits.device.type == "cpu" else logits.argmax(dim=-1)
+
+
+def sample(logits: Tensor, draws: Sequence[Draw], argmax: Argmax = argmax) -> Sampled:
+    """Choose a token for each row of ``logits [rows, vocab]``. Mutates the rows that biases or penalties change.
+
+    Rows that are greedy cost one argmax whatever the others want.
+    """
+    logits = logits.float().contiguous()
+    reported = [row for row, each in enumerate(draws) if each.params.logprobs is not None]
+    edited = any(each.edits is not NOTHING for each in draws)
+    raw = (logits[reported] if edited else logits) if reported else logits  # indexing copies
+    if edited:
+        apply(logits, [each.edits for each in draws], [each.params for each in draws])
+    likeliest = argmax(logits)
+    best = logits.gather(1, likeliest[:, None])[:, 0].tolist()
+    bad = {row: NAN if value != value else NONE_LEFT for row, value in enumerate(best) if not value > -INFINITY}
+    tokens: list[int] = likeliest.tolist()
+    drawn = [row for row, each in enumerate(draws) if not each.params.greedy and row not in bad]
     if drawn:
-        picked = _draw(logits[drawn].float(), [draws[row] for row in drawn])
+        wishes = [draws[row] for row in drawn]
+        numbers = [uniform(wish.seed, wish.params.choice, wish.position) for wish in wishes]
+        picked = draw(logits, drawn, [wish.params for wish in wishes], numbers)
         for row, token in zip(drawn, picked, strict=True):
-            chosen[row] = token
-    return chosen, bad
-
-
-def _draw(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
-    """Sample every row of ``logits [rows, vocab]``, a copy that may be changed."""
-    vocab = logits.shape[1]
-    logits /= torch.tensor([[draw.params.temperature] for draw in draws])
-    limits = [draw.params.top_k if 0 < draw.params.top_k < vocab else vocab for draw in draws]
-    filtered = [row for row, draw in enumerate(draws) if limits[row] < vocab or draw.params.top_p < 1]
-    if filtered:
-        top_p = torch.tensor([draws[row].params.top_p for row in filtered])
-        logits[filtered] = _filter(logits[filtered], torch.tensor([limits[row] for row in filtered]), top_p)
-    logits += torch.from_numpy(np.stack([gumbel(draw.seed, draw.position, vocab) for draw in draws]))
-    picked: list[int] = logits.argmax(dim=-1).tolist()
-    return picked
-
-
-def _filter(logits: Tensor, top_k: Tensor, top_p: Tensor, few: int = FEW) -> Tensor:
-    """Forbid what is outside the ``top_k`` likeliest tokens, then outside the smallest set with mass ``top_p``.
-
-    Sorting a whole vocabulary costs more than the rest of sampling together, and the set rarely has more than a few
-    hundred tokens: the ``few`` likeliest are looked at first, and only rows whose set is larger are sorted whole.
-    """
-    width = min(int(top_k.max()), few)
-    values, ids = logits.topk(width)
-    values = values.masked_fill(torch.arange(width) >= top_k[:, None], FORBIDDEN)
-    inside = top_k <= width  # of these rows, every token that top_k leaves is among the values
-    total = torch.where(inside, values.logsumexp(-1), logits.logsumexp(-1))
-    mass = (values - total[:, None]).exp()
-    reached = mass.cumsum(dim=-1)
-    # The mass of the likelier tokens decides, so the likeliest token always stays.
-    values = values.masked_fill(reached - mass >= top_p[:, None], FORBIDDEN)
-    result = torch.full_like(logits, FORBIDDEN).scatter_(1, ids, values)
-    wide = ~inside & ((top_k < logits.shape[1]) | (reached[:, -1] < top_p))  # the total, or the set, is not known yet
-    if wide.any():
-        result[wide] = _filter(logits[wide], top_k[wide], top_p[wide], few=logits.shape[1])
-    return result
-
-
-def gumbel(seed: int, position: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    """``count`` independent Gumbel numbers that depend on ``seed`` and ``position`` alone (Philox counters)."""
-    generator = np.random.Generator(np.random.Philox(key=mix(seed, position)))
-    noise = generator.standard_exponential(count, dtype=np.float32)
-    np.log(noise, out=noise)
-    return np.negative(noise, out=noise)
-
-
-def mix(*numbers: int) -> int:
-    """A 64-bit number that depends on all of ``numbers`` and is the same in every process."""
-    text = ",".join(map(str, numbers)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+            tokens[row] = token
+    if not reported:
+        return Sampled(tokens, bad, {})
+    if not edited and len(reported) < len(draws):
+        raw = logits[reported]
+    counts = [draws[row].params.logprobs or 0 for row in reported]
+    found = token_logprobs(raw, [tokens[row] for row in reported], counts)
+    return Sampled(tokens, bad, {row: one for row, one in zip(reported, found, strict=True) if row not in bad})

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.core.errors import ModelError, suggest
-from engine.plugins.executors._packed import PackedLinear
+from engine.plugins.executors._packed import Packed
 
 
 class Slot(NamedTuple):
@@ -94,7 +94,7 @@ def chained(before: str, weights: Mapping[str, Tensor]) -> str:
 def _slots(module: nn.Module) -> Iterator[tuple[str, Slot]]:
     for path, child in module.named_modules():
         prefix = f"{path}." if path else ""
-        if isinstance(child, PackedLinear):
+        if isinstance(child, Packed):
             yield f"{prefix}weight", Slot(torch.Size((child.out_features, child.in_features)), child.plain, child.pack)
             if child.bias is not None:
                 yield f"{prefix}bias", Slot(child.bias.shape, child.own_bias, child.set_bias)

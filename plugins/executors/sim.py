@@ -1,5 +1,8 @@
 """``sim``: no model, no torch. Tokens are a deterministic function of the sequence, time is a cost model.
 
+There is no distribution: what shapes one (temperature, penalties, …) is accepted and changes nothing. Log-probabilities
+are as made up as the tokens, of the right number and order.
+
 Used to try schedulers and servers without a model, and to measure the engine's own overhead. The clock can be real
 (``step_ms`` and ``us_per_token`` are slept) or left out (both 0).
 """
@@ -8,6 +11,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from typing import Any
 from zlib import crc32
 
@@ -19,6 +23,9 @@ from engine.core.memory import KVLayout, layout_digest
 from engine.core.plan import Outcome, Plan
 from engine.core.protocols import Executor, ModelInfo, PluginOptions
 from engine.core.request import Request
+from engine.core.sampling import SAMPLING, TokenLogprobs
+
+Made = dict[int, Sequence[TokenLogprobs]]
 
 
 class SimExecutor(Executor):
@@ -26,6 +33,7 @@ class SimExecutor(Executor):
 
     name = "sim"
     overlaps = True
+    sampling = SAMPLING
 
     class Options(PluginOptions):
         vocab_size: int = Field(49152, ge=2, description="token ids are below this")
@@ -93,10 +101,38 @@ class SimExecutor(Executor):
             (sample(request, row.tokens[-1], row.start + len(row.tokens), vocab, twist),) if samples else ()
             for request, samples, row in rows
         ]
-        return self._continuations.keep(Outcome(plan, tokens))
+        outcome = Outcome(plan, tokens)
+        asking = [row for row, request in enumerate(plan.requests) if request.params.reports]
+        if asking:
+            outcome.logprobs, outcome.prompt_logprobs = self._made_up(plan, tokens, asking)
+        return self._continuations.keep(outcome)
+
+    def _made_up(self, plan: Plan, tokens: Sequence[Sequence[int]], asking: Sequence[int]) -> tuple[Made, Made]:
+        """Log-probabilities of the rows whose requests ask for them: of their tokens, and of their prompts'."""
+        vocab = self.options.vocab_size
+        of_tokens: Made = {}
+        of_prompts: Made = {}
+        for row in asking:
+            request, start = plan.requests[row], plan.starts[row]
+            params = request.params
+            if params.logprobs is not None and tokens[row]:
+                of_tokens[row] = [_rivals(token, params.logprobs, vocab) for token in tokens[row]]
+            if params.prompt_logprobs is not None:
+                following = request.tokens[start + 1 : min(start + plan.counts[row] + 1, request.num_prompt)]
+                of_prompts[row] = [_rivals(token, params.prompt_logprobs, vocab) for token in following]
+        return of_tokens, of_prompts
 
     @staticmethod
     def _sample(request: Request, last: int, length: int, vocab: int, twist: int) -> int:
         """A hash of the last token, the first, the position, the seed and the weights."""
-        data = b"%d,%d,%d,%d" % (request.tokens[0], last, length, (request.params.seed or 0) ^ twist)
+        params = request.params
+        data = b"%d,%d,%d,%d" % (request.tokens[0], last, length, (params.seed or 0) ^ twist ^ params.choice << 70)
         return crc32(data) % vocab
+
+
+def _rivals(token: int, count: int, vocab: int) -> TokenLogprobs:
+    """The token is the likeliest; its rivals are the next ids."""
+    own = -0.01 * (1 + token % 100)
+    top = range(min(count, vocab))
+    rivals = tuple([(token + n) % vocab for n in top])
+    return TokenLogprobs(token, own, 1, rivals, tuple([own - 0.5 * n for n in top]))

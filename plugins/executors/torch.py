@@ -13,6 +13,7 @@ from engine.core.errors import ConfigError, ExecutionError
 from engine.core.memory import KVLayout
 from engine.core.plan import Outcome, Plan
 from engine.core.protocols import Attention, Context, Executor, ModelInfo, PluginOptions
+from engine.core.sampling import SAMPLING
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +26,11 @@ class TorchOptions(PluginOptions):
 
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="type of weights and KV")
     threads: int | None = Field(None, ge=1, description="CPU threads (default: torch's own choice)")
-    packed: bool = Field(True, description="prepack linear weights for oneDNN (float32 on CPUs that have it)")
+    compiled: bool = Field(True, description="compute with kernels that are compiled on first use (float32)")
+    weights: Literal["float32", "bfloat16", "int8"] = Field(
+        "float32", description="how the compiled kernels store matrices: less to read, less exact"
+    )
+    packed: bool = Field(True, description="else prepack linear weights for oneDNN (float32 on CPUs that have it)")
 
 
 class TorchExecutor(Executor):
@@ -38,6 +43,7 @@ class TorchExecutor(Executor):
     provides = frozenset({"model-runner"})
     uses_attention = True
     overlaps = True
+    sampling = SAMPLING
     Options = TorchOptions
 
     def __init__(self, options: Any = None) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 from engine.core.errors import ConfigError, EngineDead, EngineError, InvalidRequest, QueueFull
+from engine.core.timeouts import QUEUE
 
 RETRY_AFTER_SECONDS = 1
 
@@ -32,9 +34,9 @@ def as_http(error: Exception) -> HTTPError:
         case HTTPError():
             return error
         case InvalidRequest():
-            return HTTPError(400, str(error), param=error.field, code="invalid_value")
+            return HTTPError(400, str(error), param=error.field, code=error.code)
         case QueueFull():
-            headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
+            headers = come_again(error.retry_after)
             return HTTPError(429, str(error), "rate_limit_error", code="queue_full", headers=headers)
         case EngineDead():
             return HTTPError(503, f"the engine is not available: {error}", "server_error", code="engine_dead")
@@ -44,6 +46,19 @@ def as_http(error: Exception) -> HTTPError:
             return HTTPError(500, str(error), "server_error", code="engine_error")
         case _:
             return HTTPError(500, "internal error", "server_error", code="internal_error")
+
+
+def come_again(seconds: float | None) -> dict[str, str]:
+    """When a client may try again, as a header: whole seconds."""
+    return {"Retry-After": str(math.ceil(seconds or RETRY_AFTER_SECONDS))}
+
+
+def too_late(detail: str | None, retry_after: float) -> HTTPError:
+    """A request that ended because its time was over: 503 where it never began, 504 at its own deadline."""
+    code, _, words = (detail or "").partition(": ")
+    if code == QUEUE:
+        return HTTPError(503, words, "server_error", code=QUEUE, headers=come_again(retry_after))
+    return HTTPError(504, words, "timeout_error", "deadline_ms", code="deadline_exceeded")
 
 
 def failed(detail: str | None) -> HTTPError:

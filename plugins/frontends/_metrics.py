@@ -15,6 +15,7 @@ from engine.core.containment import STAT, STAT_DISABLED
 GAUGES = {
     "running": ("engine_requests_running", "Requests that hold KV pages"),
     "waiting": ("engine_requests_waiting", "Requests in the queue"),
+    "waiting_tokens": ("engine_waiting_tokens", "Prompt tokens of requests that have not begun"),
     "parked": ("engine_requests_parked", "Requests that are not ready to run"),
     "pages_total": ("engine_kv_pages", "KV pages in the pool"),
     "pages_free": ("engine_kv_pages_free", "KV pages without content"),

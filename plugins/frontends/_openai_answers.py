@@ -5,9 +5,41 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from engine.core.outputs import Chunk, Completion
+from engine.core.sampling import SamplingParams
+from engine.plugins.frontends._openai_logprobs import (
+    Echo,
+    Names,
+    Offsets,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+)
+
+if TYPE_CHECKING:
+    from engine.core.models.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the answer to one request is to hold.
+
+    Attributes:
+        params: of every choice.
+        with_usage: a stream ends with the usage.
+        echo: the prompts, where each choice begins with its own.
+        scores_only: nothing but the prompts.
+        prompt_logprobs: those of the prompts were asked for by name.
+    """
+
+    params: SamplingParams
+    with_usage: bool = False
+    echo: tuple[Echo, ...] | None = None
+    scores_only: bool = False
+    prompt_logprobs: bool = False
 
 
 class Answers:
@@ -17,11 +49,14 @@ class Answers:
     whole_object = "text_completion"
     piece_object = "text_completion"
 
-    def __init__(self, model: str, n: int, with_usage: bool) -> None:
+    def __init__(self, model: str, wish: Wish, tokenizer: Tokenizer | None) -> None:
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._head = {"id": self.id, "created": int(time.time()), "model": model}
-        self._n = n
-        self._with_usage = with_usage
+        self._wish = wish
+        self._names = Names(tokenizer)
+        hides = tokenizer is not None and wish.params.skip_special_tokens
+        self._hidden = tokenizer.special_ids if hides and tokenizer is not None else frozenset()
+        self._offsets: dict[int, Offsets] = {}
 
     def openings(self, count: int) -> list[dict[str, Any]]:
         """What a stream begins with, before any token."""
@@ -29,42 +64,71 @@ class Answers:
 
     def piece(self, index: int, chunk: Chunk) -> dict[str, Any]:
         """One piece of a stream."""
-        return self._event(index, {"text": chunk.text}, chunk)
+        begun = index in self._offsets
+        return self._event(index, {"text": self._text(index, chunk, begun=begun)}, self._logprobs(index, chunk), chunk)
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """The whole answer."""
         choices = [self._choice(index, completion) for index, completion in enumerate(completions)]
         return {**self._head, "object": self.whole_object, "choices": choices, "usage": self.usage(completions)}
 
-    def last(self, completions: Sequence[Completion]) -> dict[str, Any] | None:
+    def last(self, ends: Sequence[Chunk]) -> dict[str, Any] | None:
         """The usage chunk at the end of a stream, if it was asked for."""
-        if not self._with_usage:
+        if not self._wish.with_usage:
             return None
-        return {**self._head, "object": self.piece_object, "choices": [], "usage": self.usage(completions)}
+        return {**self._head, "object": self.piece_object, "choices": [], "usage": self.usage(ends)}
 
-    def usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
+    def usage(self, ends: Sequence[Completion | Chunk]) -> dict[str, Any]:
         """Token counts. A prompt counts once, however many choices it has."""
-        firsts = completions[:: self._n]
-        prompt = sum(completion.prompt_tokens for completion in firsts)
-        output = sum(len(completion.token_ids) for completion in completions)
+        firsts = ends[:: self._wish.params.n]
+        prompt = sum(end.prompt_tokens for end in firsts)
+        output = 0 if self._wish.scores_only else sum(map(_generated, ends))
         return {
             "prompt_tokens": prompt,
             "completion_tokens": output,
             "total_tokens": prompt + output,
-            "prompt_tokens_details": {"cached_tokens": sum(completion.cached_tokens for completion in firsts)},
+            "prompt_tokens_details": {"cached_tokens": sum(end.cached_tokens for end in firsts)},
         }
 
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        return {"index": index, "text": completion.text, "logprobs": None, **_reason(completion)}
+        choice = {
+            "index": index,
+            "text": self._text(index, completion, begun=False),
+            "logprobs": self._logprobs(index, completion),
+            **_reason(completion),
+        }
+        if self._wish.prompt_logprobs:
+            choice["prompt_logprobs"] = prompt_logprobs(self._names, completion.prompt_logprobs or ())
+        return choice
 
-    def _event(self, index: int, content: dict[str, Any], chunk: Chunk | None) -> dict[str, Any]:
+    def _text(self, index: int, part: Chunk | Completion, *, begun: bool) -> str:
+        text = "" if self._wish.scores_only else part.text
+        echo = self._echo(index)
+        return text if echo is None or begun else echo.text + text
+
+    def _echo(self, index: int) -> Echo | None:
+        return None if self._wish.echo is None else self._wish.echo[index // self._wish.params.n]
+
+    def _logprobs(self, index: int, part: Chunk | Completion) -> dict[str, Any] | None:
+        """Of what the part brings; the first one brings the echoed prompt too."""
+        begun = index in self._offsets
+        offsets = self._offsets.setdefault(index, Offsets(self._names, self._hidden))
+        if self._wish.params.logprobs is None:
+            return None
+        found = () if self._wish.scores_only else part.logprobs or ()
+        echo = None if begun else self._echo(index)
+        return completion_logprobs(self._names, offsets, found, echo, part.prompt_logprobs or ())
+
+    def _event(
+        self, index: int, content: dict[str, Any], logprobs: dict[str, Any] | None, chunk: Chunk | None
+    ) -> dict[str, Any]:
         reason = _reason(chunk) if chunk is not None else {"finish_reason": None}
         event = {
             **self._head,
             "object": self.piece_object,
-            "choices": [{"index": index, **content, "logprobs": None, **reason}],
+            "choices": [{"index": index, **content, "logprobs": logprobs, **reason}],
         }
-        return {**event, "usage": None} if self._with_usage else event
+        return {**event, "usage": None} if self._wish.with_usage else event
 
 
 class ChatAnswers(Answers):
@@ -76,15 +140,32 @@ class ChatAnswers(Answers):
 
     def openings(self, count: int) -> list[dict[str, Any]]:
         """Every choice begins with its role."""
-        return [self._event(index, {"delta": {"role": "assistant", "content": ""}}, None) for index in range(count)]
+        opening = {"delta": {"role": "assistant", "content": ""}}
+        return [self._event(index, opening, None, None) for index in range(count)]
 
     def piece(self, index: int, chunk: Chunk) -> dict[str, Any]:
         """One piece of a stream."""
-        return self._event(index, {"delta": {"content": chunk.text} if chunk.text else {}}, chunk)
+        content = {"delta": {"content": chunk.text} if chunk.text else {}}
+        return self._event(index, content, self._logprobs(index, chunk), chunk)
+
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """The whole answer."""
+        answer = super().whole(completions)
+        if self._wish.prompt_logprobs:
+            answer["prompt_logprobs"] = prompt_logprobs(self._names, completions[0].prompt_logprobs or ())
+        return answer
 
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
         message = {"role": "assistant", "content": completion.text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": None, **_reason(completion)}
+        logprobs = self._logprobs(index, completion)
+        return {"index": index, "message": message, "logprobs": logprobs, **_reason(completion)}
+
+    def _logprobs(self, index: int, part: Chunk | Completion) -> dict[str, Any] | None:
+        return None if self._wish.params.logprobs is None else chat_logprobs(self._names, part.logprobs or ())
+
+
+def _generated(end: Completion | Chunk) -> int:
+    return len(end.token_ids) if isinstance(end, Completion) else end.output_tokens
 
 
 def _reason(part: Chunk | Completion) -> dict[str, Any]:

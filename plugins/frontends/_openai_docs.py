@@ -10,9 +10,18 @@ from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
 from engine.plugins.frontends._cache_routes import BODIES as CACHE_BODIES
-from engine.plugins.frontends._openai_schema import ChatRequest, CompletionRequest, Sampling
+from engine.plugins.frontends._openai_fields import Body
+from engine.plugins.frontends._openai_schema import ChatRequest, CompletionRequest
+from engine.plugins.frontends._openai_tokens import DetokenizeRequest, TokenizeRequest
 
-BODIES: dict[str, type[Sampling]] = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest}
+BODIES: dict[str, type[Body]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/chat/completions/render": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/v1/completions/render": CompletionRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
 
 
 def describe_bodies(app: FastAPI) -> None:
@@ -21,7 +30,8 @@ def describe_bodies(app: FastAPI) -> None:
     def openapi() -> dict[str, Any]:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
         _, schemas = models_json_schema(
-            [(model, "validation") for model in BODIES.values()], ref_template="#/components/schemas/{model}"
+            [(model, "validation") for model in dict.fromkeys(BODIES.values())],
+            ref_template="#/components/schemas/{model}",
         )
         document.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
         _, of_cache = msgspec.json.schema_components(CACHE_BODIES.values(), ref_template="#/components/schemas/{name}")

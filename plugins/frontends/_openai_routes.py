@@ -9,26 +9,32 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, replace
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from engine.core.errors import EngineError, InvalidRequest
+from engine.core.errors import EngineError
 from engine.core.outputs import Chunk, Completion
-from engine.core.serve.client import Ask, AsyncEngine
+from engine.core.serve.client import AsyncEngine
 from engine.core.serve.streams import Gather, Group
-from engine.core.serve.text import encode
 from engine.plugins.frontends._about import about, health_of
 from engine.plugins.frontends._cache_routes import CacheRoutes
-from engine.plugins.frontends._errors import HTTPError, as_http, failed
+from engine.plugins.frontends._errors import HTTPError, as_http, failed, too_late
 from engine.plugins.frontends._metrics import Metrics
 from engine.plugins.frontends._openai_answers import Answers, ChatAnswers
 from engine.plugins.frontends._openai_docs import describe_bodies
+from engine.plugins.frontends._openai_jobs import Job, Preparer
 from engine.plugins.frontends._openai_schema import ChatRequest, CompletionRequest, Sampling
+from engine.plugins.frontends._openai_tokens import (
+    DetokenizeRequest,
+    TokenizeRequest,
+    detokenize,
+    rendered,
+    tokenize,
+)
 from engine.plugins.frontends._wire import ClientGone, EventStream, authorize, json_response, read_body, until_gone
 
 log = logging.getLogger(__name__)
@@ -37,17 +43,8 @@ LARGE_BODY = 16 * 1024  # bytes; larger ones are parsed, tokenised and checked i
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 CLIENT_CLOSED = 499
 
+T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
-
-
-@dataclass(frozen=True)
-class Job:
-    """A checked request, ready to be submitted."""
-
-    asks: list[Ask]
-    n: int
-    stream: bool
-    with_usage: bool
 
 
 class Routes:
@@ -64,6 +61,7 @@ class Routes:
         self._max_body = max_body_bytes
         self._patience = slow_reader_s
         self._created = int(time.time())
+        self._preparer = Preparer(engine, name, self._check_model)
         self._incarnation = secrets.token_hex(8)
 
     def app(self) -> FastAPI:
@@ -73,6 +71,10 @@ class Routes:
         for path, method, handler, guarded in (
             ("/v1/chat/completions", "POST", self.chat, True),
             ("/v1/completions", "POST", self.completions, True),
+            ("/v1/chat/completions/render", "POST", self.render_chat, True),
+            ("/v1/completions/render", "POST", self.render_completions, True),
+            ("/tokenize", "POST", self.tokenize, True),
+            ("/detokenize", "POST", self.detokenize, True),
             ("/v1/models", "GET", self.models, True),
             ("/v1/models/{name:path}", "GET", self.model, True),
             ("/v1/engine", "GET", self.describe, True),
@@ -97,6 +99,34 @@ class Routes:
     async def completions(self, request: Request) -> Response:
         """Continue text or token ids."""
         return await self._generate(request, CompletionRequest, Answers)
+
+    async def render_chat(self, request: Request) -> Response:
+        """The exact prompt, text and ids, that a conversation becomes. Nothing is computed."""
+        return json_response(rendered(self.engine, await self._prepared(request, ChatRequest)))
+
+    async def render_completions(self, request: Request) -> Response:
+        """The exact prompts, text and ids, of a completion request. Nothing is computed."""
+        return json_response(rendered(self.engine, await self._prepared(request, CompletionRequest)))
+
+    async def tokenize(self, request: Request) -> Response:
+        """Token ids of a text or a conversation."""
+
+        def work(body: bytes) -> dict[str, Any]:
+            wish = TokenizeRequest.parse(body)
+            self._check_model(wish.model or self.name)
+            return tokenize(self.engine, wish)
+
+        return json_response(await self._read(request, work))
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of token ids."""
+
+        def work(body: bytes) -> dict[str, Any]:
+            wish = DetokenizeRequest.parse(body)
+            self._check_model(wish.model or self.name)
+            return detokenize(self.engine, wish)
+
+        return json_response(await self._read(request, work))
 
     async def models(self, request: Request) -> Response:
         """The served model, with the length limit that is enforced and the tokens that the whole KV pool holds."""
@@ -135,14 +165,9 @@ class Routes:
     # ---- generation
 
     async def _generate(self, request: Request, schema: type[Sampling], shape: type[Answers]) -> Response:
-        body = await read_body(request, self._max_body)
-        request_id = id_of(request)
-        if len(body) > LARGE_BODY:
-            job = await asyncio.to_thread(self._prepare, body, schema, request_id)
-        else:
-            job = self._prepare(body, schema, request_id)
-        answers = shape(self.name, job.n, job.with_usage)
-        headers = {"x-request-id": request_id}
+        job = await self._prepared(request, schema)
+        answers = shape(self.name, job.wish, self.engine.tokenizer)
+        headers = {"x-request-id": id_of(request)}
         group = self.engine.submit_many(job.asks, checked=True)
         if job.stream:
             events = self._events(group, answers)
@@ -153,77 +178,52 @@ class Routes:
             group.abort()
         return json_response(answers.whole(completions), headers=headers)
 
-    def _prepare(self, body: bytes, schema: type[Sampling], request_id: str) -> Job:
-        """Parse, tokenise and check. Touches nothing that is shared, so it may run in a thread."""
-        wish = schema.parse(body)
-        if wish.model is not None:
-            self._check_model(wish.model)
-        prompts = self._prompts(wish)
-        n = 1 if wish.n is None else wish.n
-        engine = self.engine
-        capacity = engine.limits.max_waiting + engine.limits.max_running
-        if len(prompts) * n > capacity:
-            field = "n" if len(prompts) == 1 else "prompt"
-            raise InvalidRequest(field, f"{len(prompts)} prompts x n {n}: at most {capacity} sequences can be open")
-        kinds = [wish.sampling(wish.length(), choice) for choice in range(n)]
-        asks: list[Ask] = []
-        for number, prompt in enumerate(prompts):
-            try:
-                tokens = encode(engine.tokenizer, prompt, engine.limits) if isinstance(prompt, str) else prompt
-                first = Ask(
-                    tokens=tokens, params=kinds[0], request_id=request_id, priority=wish.priority or 0,
-                    salt=wish.cache_salt or "", metadata=wish.tags(),
-                )  # fmt: skip
-                first.check(engine.limits)
-            except InvalidRequest as error:
-                if len(prompts) == 1:
-                    raise
-                raise InvalidRequest(error.field, f"(prompt {number} of {len(prompts)}) {error.message}") from error
-            asks += [replace(first, params=kind) for kind in kinds]
-        return Job(asks, n, bool(wish.stream), wish.wants_usage)
+    async def _prepared(self, request: Request, schema: type[Sampling]) -> Job:
+        return await self._read(request, lambda body: self._preparer.prepare(body, schema, id_of(request)))
 
-    def _prompts(self, wish: Sampling) -> list[str | list[int]]:
-        if isinstance(wish, CompletionRequest):
-            return wish.prompts()
-        assert isinstance(wish, ChatRequest)
-        if self.engine.tokenizer is None:
-            raise InvalidRequest("messages", f"model {self.name!r} has no chat template")
-        return [self.engine.tokenizer.render_chat([message.plain() for message in wish.messages])]
+    async def _read(self, request: Request, work: Callable[[bytes], T]) -> T:
+        """What ``work`` makes of the body: in a thread where that may take a while."""
+        body = await read_body(request, self._max_body)
+        return await asyncio.to_thread(work, body) if len(body) > LARGE_BODY else work(body)
 
     async def _collect(self, group: Group) -> list[Completion]:
         """All choices to their end. Raises ``HTTPError`` where the engine gave up on one."""
-        found: dict[int, Completion] = {}
-        async for _ in self._follow(group, found):
-            pass
-        return [found[index] for index in range(len(group.streams))]
-
-    async def _follow(self, group: Group, found: dict[int, Completion]) -> AsyncIterator[tuple[int, Chunk]]:
-        """Pieces as they come, timed; complete choices go into ``found``."""
-        timers = [self.metrics.timer() for _ in group.streams]
         gathers = [Gather() for _ in group.streams]
-        async for index, chunk in group:
-            timers[index].tokens(len(chunk.token_ids))
+        found: dict[int, Completion] = {}
+        async for index, chunk in self._follow(group):
             completion = gathers[index].add(chunk)
             if completion is not None:
-                timers[index].end()
-                if completion.finish_reason == "error":
-                    raise failed(completion.detail)
                 found[index] = completion
+        return [found[index] for index in range(len(group.streams))]
+
+    async def _follow(self, group: Group) -> AsyncIterator[tuple[int, Chunk]]:
+        """Pieces as they come, timed. Raises ``HTTPError`` where the engine gave up on a choice."""
+        timers = [self.metrics.timer() for _ in group.streams]
+        async for index, chunk in group:
+            timers[index].tokens(len(chunk.token_ids))
+            if chunk.finish_reason is not None:
+                timers[index].end()
+                if chunk.finish_reason == "error":
+                    raise failed(chunk.detail)
+                if chunk.finish_reason == "timeout":
+                    raise too_late(chunk.detail, self.engine.ledger.ends.wait_for(1))
             yield index, chunk
 
     async def _events(self, group: Group, answers: Answers) -> AsyncIterator[dict[str, Any] | str]:
         """A stream's events. An error in the middle is its last event."""
-        found: dict[int, Completion] = {}
+        ends: dict[int, Chunk] = {}
         for opening in answers.openings(len(group.streams)):
             yield opening
         try:
-            async for index, chunk in self._follow(group, found):
-                if chunk.text or chunk.finish_reason is not None:
+            async for index, chunk in self._follow(group):
+                if chunk.finish_reason is not None:
+                    ends[index] = chunk
+                if chunk.text or chunk.logprobs or chunk.finish_reason is not None:
                     yield answers.piece(index, chunk)
         except Exception as error:
             yield self._failure(error).body()
             return
-        last = answers.last([found[index] for index in range(len(group.streams))])
+        last = answers.last([ends[index] for index in range(len(group.streams))])
         if last is not None:
             yield last
         yield "[DONE]"

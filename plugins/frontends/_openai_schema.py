@@ -1,70 +1,17 @@
-"""What clients may send. Strict: a field that would be ignored is refused by name, unless its value changes nothing."""
+"""What clients may send to the endpoints that generate."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
 from typing import Annotated, Any, Literal, Self
 
-import msgspec
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from engine.core.errors import InvalidRequest, suggest
-from engine.core.request import SamplingParams
+from engine.core.errors import InvalidRequest
+from engine.core.sampling import SamplingParams
+from engine.plugins.frontends._openai_fields import UNSUPPORTED, Body, Strict
 
-MAX_N = 1024
-
-
-def _one_of(*values: Any) -> Callable[[Any], bool]:
-    return lambda value: any(value is v or (type(value) is type(v) and value == v) for v in values)
-
-
-def _number(expected: float) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value == expected
-
-
-def _empty(value: Any) -> bool:
-    return value in ([], {}, "")
-
-
-def _text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-# Fields of the OpenAI interface (and of its usual extensions) that this server does not act on, with the values at
-# which ignoring them is right. ``None`` always is.
-HARMLESS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "audio": (_empty, "nothing"),
-    "best_of": (_number(1), "1"),
-    "echo": (_one_of(False), "false"),
-    "frequency_penalty": (_number(0), "0"),
-    "function_call": (_one_of("none", "auto"), '"none"'),
-    "functions": (_empty, "[]"),
-    "include_stop_str_in_output": (_one_of(False), "false"),
-    "logit_bias": (_empty, "{}"),
-    "logprobs": (_one_of(False), "false (log-probabilities are not available yet)"),
-    "min_p": (_number(0), "0"),
-    "modalities": (lambda value: value == ["text"], '["text"]'),
-    "parallel_tool_calls": (_one_of(True, False), "true or false"),
-    "prediction": (_empty, "nothing"),
-    "presence_penalty": (_number(0), "0"),
-    "prompt_logprobs": (_empty, "nothing (log-probabilities are not available yet)"),
-    "repetition_penalty": (_number(1), "1"),
-    "response_format": (lambda value: value == {"type": "text"}, '{"type": "text"}'),
-    "safety_identifier": (_text, "a string"),
-    "service_tier": (_one_of("auto", "default"), '"auto" or "default"'),
-    "skip_special_tokens": (_one_of(True), "true"),
-    "store": (_one_of(False), "false"),
-    "suffix": (_empty, '""'),
-    "tool_choice": (_one_of("none", "auto"), '"none"'),
-    "tools": (_empty, "[]"),
-    "top_logprobs": (_number(0), "0 (log-probabilities are not available yet)"),
-}
-
-
-class Strict(BaseModel):
-    """No coercion, no unknown fields, no NaN."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+TOKEN_ID = re.compile(r"-?\d{1,20}")
 
 
 class StreamOptions(Strict):
@@ -74,49 +21,91 @@ class StreamOptions(Strict):
     include_obfuscation: Literal[False] | None = None
 
 
-class Sampling(Strict):
+class CacheOptions(Strict):
+    """How a request uses the prefix cache, here and behind the connectors."""
+
+    read: bool | None = Field(None, description="its prefix may come from the cache (default true)")
+    write: bool | None = Field(None, description="others may find what it computes (default true)")
+    salt: str | None = Field(None, description="separates its cached content from that of other salts")
+    ttl: Any = Field(None, description="not supported")
+
+
+class Sampling(Body):
     """Fields that both endpoints share. ``None`` is the same as leaving a field out."""
 
     model: str | None = Field(None, description="must be the served model; may be left out")
     stream: bool | None = Field(None, description="server-sent events instead of one answer")
     stream_options: StreamOptions | None = None
-    n: int | None = Field(None, description="choices per prompt", ge=1, le=MAX_N)
+    n: int | None = Field(None, description="choices per prompt")
     max_tokens: int | None = Field(
         None, description="most tokens to generate (default: what the model's length leaves)"
     )
     temperature: float | None = Field(None, description="0 is greedy (default 1)")
     top_p: float | None = None
     top_k: int | None = Field(None, description="0 or -1 is off")
-    seed: int | None = Field(None, description="choice k of a prompt uses seed + k")
+    min_p: float | None = Field(None, description="least probability, as a part of the likeliest token's")
+    repetition_penalty: float | None = Field(None, description="1 is off")
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = Field(None, description="token id -> what is added to its logit")
+    seed: int | None = Field(None, description="choice k depends on seed and k")
     stop: str | list[str] | None = None
+    include_stop_str_in_output: bool | None = Field(None, description="what ended the text is part of it")
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
+    skip_special_tokens: bool | None = Field(None, description="marks are left out of the text (default true)")
+    prompt_logprobs: int | None = Field(None, description="log-probabilities of the prompt's tokens, so many rivals")
     priority: int | None = Field(None, description="smaller is more urgent, for schedulers that look at it")
-    cache_salt: str | None = Field(None, description="separates this prompt's cached prefix from those of other salts")
+    deadline_ms: int | None = Field(None, description="milliseconds after which it ends, with an error", ge=1)
+    cache: CacheOptions | None = None
+    cache_salt: str | None = Field(None, description="the same as cache.salt")
     user: str | None = Field(None, description="handed to policies as metadata")
     metadata: dict[str, str] | None = Field(None, description="handed to policies")
     prompt_cache_key: str | None = Field(
         None, description="names a conversation: a cache with sessions keeps its prefix for the next turn"
     )
 
-    def sampling(self, max_tokens: int | None, choice: int) -> SamplingParams:
-        """Parameters of one choice. Choice k draws from seed + k, so that choices differ and can be repeated."""
-        seed = self.seed
-        if seed is not None and choice:  # choice 0 keeps a seed that is out of range, for the validator to refuse
-            seed = (seed + choice + 2**63) % 2**64 - 2**63
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+    def sampling(self) -> SamplingParams:
+        """Parameters of the prompt's choices. Raises ``InvalidRequest`` where fields contradict each other."""
+
+        def given(**fields: Any) -> dict[str, Any]:
+            return {name: value for name, value in fields.items() if value is not None}
+
+        same = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
+                "n", "include_stop_str_in_output", "ignore_eos", "min_tokens", "skip_special_tokens")  # fmt: skip
         return SamplingParams(
-            max_tokens=max_tokens,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=0 if self.top_k is None or self.top_k == -1 else self.top_k,
-            seed=seed,
-            stop=stop,
+            max_tokens=self.length(),
+            top_k=0 if self.top_k in (None, -1) else self.top_k,
+            logit_bias=self.biases(),
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=bool(self.ignore_eos),
-            min_tokens=self.min_tokens or 0,
+            logprobs=self.rivals(),
+            prompt_logprobs=self.prompt_rivals(),
+            **given(**{name: getattr(self, name) for name in same}),
         )
+
+    def biases(self) -> dict[int, float]:
+        """``logit_bias`` by token id. Raises ``InvalidRequest`` for a key that is no integer."""
+        for name in self.logit_bias or ():
+            if not TOKEN_ID.fullmatch(name):
+                raise InvalidRequest("logit_bias", f"keys are token ids, got {name[:40]!r}")
+        return {int(name): value for name, value in (self.logit_bias or {}).items()}
+
+    def rivals(self) -> int | None:
+        """How many rivals of each token are reported; ``None``: no log-probabilities at all."""
+        raise NotImplementedError
+
+    def prompt_rivals(self) -> int | None:
+        """The same of the prompt's tokens."""
+        return self.prompt_logprobs
+
+    def salt(self) -> str:
+        """The cache salt under either of its names. Raises ``InvalidRequest`` where they differ."""
+        new = self.cache.salt if self.cache is not None else None
+        if new is not None and self.cache_salt is not None and new != self.cache_salt:
+            raise InvalidRequest("cache_salt", "differs from cache.salt: give one of them")
+        return new or self.cache_salt or ""
 
     def tags(self) -> dict[str, Any]:
         """What policies may read of the request."""
@@ -135,12 +124,15 @@ class Sampling(Strict):
     @classmethod
     def parse(cls, body: bytes) -> Self:
         """A request from its JSON text. Raises ``InvalidRequest`` naming the field, also where it is not supported."""
-        try:
-            request = cls.model_validate(_supported(cls, _read_json(body)))
-        except ValidationError as error:
-            raise _explain(error) from error
+        request = super().parse(body)
         if request.stream_options is not None and not request.stream:
             raise InvalidRequest("stream_options", "is only allowed when stream is true")
+        if request.stream and request.prompt_logprobs is not None:
+            words = "is not available when stream is true: ask for echo and logprobs, or for the whole answer"
+            raise InvalidRequest("prompt_logprobs", words, code=UNSUPPORTED)
+        if request.cache is not None and request.cache.ttl is not None:
+            words = "is not supported: cached content lives until its memory is needed"
+            raise InvalidRequest("cache.ttl", words, code=UNSUPPORTED)
         return request
 
 
@@ -148,6 +140,27 @@ class CompletionRequest(Sampling):
     """``POST /v1/completions``."""
 
     prompt: Any = Field(description="text, a list of texts, token ids, or a list of lists of token ids")
+    logprobs: int | None = Field(None, description="log-probabilities of the tokens, with so many rivals each")
+    echo: bool | None = Field(None, description="the answer begins with the prompt; max_tokens may then be 0")
+
+    def length(self) -> int | None:
+        """As given; a prompt that is only to be looked at (``scores_only``) computes one token."""
+        return 1 if self.scores_only else self.max_tokens
+
+    @property
+    def scores_only(self) -> bool:
+        """Nothing is to be generated: the prompt comes back, with its log-probabilities if they are asked for."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    def rivals(self) -> int | None:
+        """``logprobs`` as given."""
+        return self.logprobs
+
+    def prompt_rivals(self) -> int | None:
+        """Echoed tokens have log-probabilities like the others."""
+        if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
+            return self.logprobs
+        return self.prompt_logprobs
 
     def prompts(self) -> list[str | list[int]]:
         """The prompt in any of its four shapes, as a list. Raises ``InvalidRequest``."""
@@ -200,6 +213,8 @@ class ChatRequest(Sampling):
 
     messages: list[Message] = Field(description="the conversation so far", min_length=1)
     max_completion_tokens: int | None = Field(None, description="the newer name of max_tokens")
+    logprobs: bool | None = Field(None, description="report the log-probability of each token")
+    top_logprobs: int | None = Field(None, description="… and those of so many rivals")
     reasoning_effort: Literal["none"] | None = None
 
     def length(self) -> int | None:
@@ -209,49 +224,10 @@ class ChatRequest(Sampling):
             raise InvalidRequest("max_completion_tokens", f"is {new}, but max_tokens is {old}: give one of them")
         return new if new is not None else old
 
-
-def _read_json(body: bytes) -> dict[str, Any]:
-    try:
-        data = msgspec.json.decode(body)  # strict: no NaN, no trailing text
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest("body", f"is not valid JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise InvalidRequest("body", f"must be a JSON object, not {type(data).__name__}")
-    return data
-
-
-def _supported(cls: type[Sampling], data: dict[str, Any]) -> dict[str, Any]:
-    """The fields to act on. Raises ``InvalidRequest`` for the first that could only be ignored."""
-    kept: dict[str, Any] = {}
-    for name, value in data.items():
-        if name in cls.model_fields:
-            kept[name] = value
-        elif name not in HARMLESS:
-            raise InvalidRequest(name, f"unknown field; {suggest(name, [*cls.model_fields, *HARMLESS])}")
-        elif value is not None and not HARMLESS[name][0](value):
-            raise InvalidRequest(name, f"is not supported: the only accepted value is {HARMLESS[name][1]}")
-    return kept
-
-
-def _explain(error: ValidationError) -> InvalidRequest:
-    """The first fault in words, at the place that the client wrote."""
-    faults = error.errors(include_url=False)
-    # Of a union's faults (one for each branch) the deepest is that of the branch which was meant.
-    fault = max((f for f in faults if f["loc"][:1] == faults[0]["loc"][:1]), key=lambda f: len(f["loc"]))
-    where = _dotted(fault["loc"])
-    if fault["type"] == "missing":
-        return InvalidRequest(where, "is required")
-    shown = repr(fault["input"])
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return InvalidRequest(where, f"{fault['msg'][0].lower()}{fault['msg'][1:]}, got {shown}")
-
-
-def _dotted(where: tuple[int | str, ...]) -> str:
-    """``messages[0].content``. Union branches (``str``, ``list[Part]``), which clients do not know, are left out."""
-    text = ""
-    for part in where:
-        if isinstance(part, int):
-            text += f"[{part}]"
-        elif part != "str" and "[" not in part:
-            text += f".{part}" if text else part
-    return text
+    def rivals(self) -> int | None:
+        """``top_logprobs`` where ``logprobs`` is set. Raises ``InvalidRequest`` where it is not."""
+        if not self.logprobs:
+            if self.top_logprobs:
+                raise InvalidRequest("top_logprobs", "is only allowed when logprobs is true")
+            return None
+        return self.top_logprobs or 0

@@ -30,7 +30,9 @@ async def read_body(request: Request, limit: int) -> bytes:
         ClientGone: the client left in the middle of it.
     """
     declared = request.headers.get("content-length", "")
-    too_large = HTTPError(413, f"the body is above the limit of {limit} bytes", code="body_too_large")
+    too_large = HTTPError(
+        413, f"the body is above the limit of {limit} bytes (max_body_bytes)", param="body", code="body_too_large"
+    )
     if declared.isdigit() and int(declared) > DRAIN_BYTES:
         raise too_large
     pieces: list[bytes] = []

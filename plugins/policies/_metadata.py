@@ -35,8 +35,11 @@ def label(request: Request, key: str) -> str:
 def deadline(request: Request, within: float = 0.0) -> float:
     """When the request is to be done, in seconds on the engine's clock; infinity where nobody says.
 
-    Read from ``deadline`` (absolute), else ``deadline_in`` (seconds after arrival), else ``within`` (as that; 0: none).
+    Its own, at which the engine ends it; else what its metadata says: ``deadline`` (absolute) or ``deadline_in``
+    (seconds after arrival); else ``within`` (as that; 0: none).
     """
+    if request.deadline is not None:
+        return request.deadline
     absolute = number(request, "deadline")
     if absolute is not None:
         return absolute

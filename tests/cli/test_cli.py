@@ -208,7 +208,7 @@ def test_plugins_as_json(here: Any) -> None:
         ("scheduler", "unified"),
         ("kvcache", "paged"),
         ("executor", "torch"),
-        ("attention", "torch"),
+        ("attention", "auto"),
         ("frontend", "openai"),
     }
 
@@ -314,3 +314,19 @@ def test_generate_with_the_default_model() -> None:
     code, out, err = engine("generate", "What is the capital of France? Answer in one word.", "--max-tokens", "12")
     assert code == 0, err
     assert "Paris" in out
+
+
+@pytest.mark.model
+def test_render_shows_the_exact_prompt(here: Any) -> None:
+    code, out, err = here("render", "hi")
+    text, _, ids = out.rstrip("\n").rpartition("\n")
+    assert code == 0
+    assert text.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+    assert err == f"[{len(ids.split())} tokens of SmolLM2-135M-Instruct]\n"
+    body = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None}]}
+    code, out, _ = here("render", json.dumps(body), "--closed", "--json")
+    answer = json.loads(out)
+    assert answer["prompt"].endswith("<|im_start|>assistant\n<|im_end|>\n")
+    assert answer["count"] == len(answer["prompt_token_ids"])
+    for bad, words in (("[", "not valid JSON"), ('{"a": 1}', "list of messages"), ("[1]", "message 0")):
+        assert words in refused(here, "render", bad)

@@ -124,6 +124,8 @@ def test_what_cannot_work_is_refused_at_the_start(config, message):
 
 def test_the_pool_is_sized_from_memory():
     class Sized:
+        sampling = ()
+
         def default_pages(self, page_size):
             return None
 

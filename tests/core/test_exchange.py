@@ -401,3 +401,71 @@ def test_pages_that_no_transfer_gives_back_are_waited_for_so_long_and_then_said(
         now[0] += 1.0
     assert late.finish == "error"
     assert "held back by transfers that have not ended in 60 seconds" in late.detail
+
+
+def test_a_slow_answer_is_an_answer():
+    """Being slow is a fault, and what was asked for was heard all the same: no page is given up for it."""
+
+    class Sluggish(Shelf):
+        @hookimpl
+        def transfer_kv(self, transfers):
+            if transfers:
+                time.sleep(0.003)
+            return super().transfer_kv(transfers)
+
+    shelf = Sluggish(delay=2)
+    core = core_of(shelf, ask_seconds={"transfer_kv": 0.002}, max_batch_tokens=64)
+    core.add(PROMPT, SamplingParams(max_tokens=2))
+    run(core)
+    assert core.hooks.faults()[0].kinds["slow"] > 0
+    assert core.counters.failed_saves == core.counters.failed_loads == core.counters.stray_events == 0
+    assert len(shelf.pages) == 7
+    core.close()
+
+
+def test_what_a_connector_had_taken_on_ends_when_it_is_disabled():
+    """There is another one, so that the engine is not deaf."""
+
+    class Broken(Shelf):
+        name = "broken"
+        down = False
+
+        @hookimpl
+        def transfer_kv(self, transfers):
+            if self.down:
+                raise RuntimeError("down")
+            return super().transfer_kv(transfers)
+
+    broken, good = Broken(delay=10**9), Shelf()
+    core = make_core(connectors=[broken, good], executor=ShadowExecutor(), num_pages=40, page_size=4)
+    request = core.add(PROMPT, SamplingParams(max_tokens=2))
+    core.step()
+    broken.down = True
+    for _ in range(500):
+        core.step()
+        if not core.has_work:
+            break
+    assert core.hooks.silent == {"broken"}
+    assert not core.has_work
+    assert request.finished
+    assert len(good.pages) == 7
+    core.check()
+    core.close()
+
+
+def test_b27_what_was_found_and_is_not_fetched_after_all_is_let_go_of():
+    """The request ends when its load has been decided on and nobody was told of it yet."""
+    shelf = Shelf()
+    first = core_of(shelf)
+    first.add(PROMPT, SamplingParams(max_tokens=2))
+    run(first)
+    shelf.holds, shelf.seen = True, []
+    core = core_of(shelf)
+    request = core.add(PROMPT, SamplingParams(max_tokens=2))
+    while not core.exchange._loading:
+        core.step()
+    assert [wish.kind for wish in shelf.seen] == ["probe"], "the load is not told yet"
+    core.abort(request.id)
+    run(core)
+    assert [(wish.kind, wish.of) for wish in shelf.seen[1:]] == [("cancel", shelf.seen[0].id)]
+    core.close()

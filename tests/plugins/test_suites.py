@@ -141,6 +141,19 @@ class TestTorchAttention(AttentionSuite):
     dtypes = ("float32", "bfloat16", "float16")
 
 
+class TestCPUAttention(AttentionSuite):
+    plugin = "cpu"
+    dtypes = ("float32",)
+    batch_invariant = True
+
+
+class TestAutoAttention(AttentionSuite):
+    plugin = "auto"
+    dtypes = ("float32",)
+    page_sizes = (4,)
+    long_context = 300
+
+
 class TestOpenAI(FrontendSuite):
     plugin = "openai"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -151,6 +152,10 @@ def test_models_and_version_are_there(scene, engines):
     assert proxy.http.get("/v1/models").json()["data"][0]["max_model_len"] == 8192
     assert proxy.http.get("/v1/models/sim").json() == engines[1].http.get("/v1/models/sim").json()
     assert proxy.http.get("/v1/models/gpt-4").status_code == 404
+    plain = http.client.HTTPConnection(proxy.http.base_url.host, proxy.http.base_url.port, timeout=60)
+    plain.request("GET", "/v1/models/../engine")  # as it is, dots and all
+    assert plain.getresponse().status == 404
+    plain.close()
     assert proxy.http.get("/version").json()["version"]
 
 

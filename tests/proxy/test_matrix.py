@@ -18,7 +18,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import openai
 import pytest
+
+from engine.core.config import DEFAULT_MODEL
 
 pytestmark = pytest.mark.model
 
@@ -154,3 +157,29 @@ def test_the_text_is_that_of_one_engine(pair, prompts, connector):
         assert sum(cached for _, cached in answers) > 0, "no prefix hit where prompts are continued"
         hit = "engine_cached_tokens_total"
         assert prefill.metrics()[hit] > hits[hit], "no prefix hit where prompts are computed"
+
+
+def test_openais_own_client(pair):
+    prefill, decode, _ = pair
+    front = Command("proxy", "--port", "0", "--api-key", "sesame", "--prefill", prefill.url, "--decode", decode.url)
+    try:
+        url = f"{front.listening().url}/v1"
+        with openai.OpenAI(base_url=url, api_key="sesame", max_retries=0) as client:
+            assert [model.id for model in client.models.list()] == [DEFAULT_MODEL]
+            messages = [{"role": "user", "content": "What is a pendulum?"}]
+            wish = {"model": DEFAULT_MODEL, "messages": messages, "max_tokens": 4, "temperature": 0}
+            whole = client.chat.completions.create(**wish)
+            with client.chat.completions.create(**wish, stream=True, stream_options={"include_usage": True}) as stream:
+                pieces = list(stream)
+            text = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
+            assert text == whole.choices[0].message.content != ""
+            assert pieces[-1].usage.prompt_tokens == whole.usage.prompt_tokens
+            assert whole.usage.prompt_tokens_details.cached_tokens > 0
+            with pytest.raises(openai.BadRequestError) as told:
+                client.chat.completions.create(**wish, metadata={"kv_from": "h:1"})
+            assert told.value.param == "metadata.kv_from"
+        wrong = openai.OpenAI(base_url=url, api_key="wrong", max_retries=0)
+        with wrong, pytest.raises(openai.AuthenticationError):
+            wrong.models.list()
+    finally:
+        front.close()

@@ -5,20 +5,25 @@ from __future__ import annotations
 import asyncio
 import json
 
+import httpx
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core import ConfigError, InvalidRequest
+from engine.plugins.frontends._errors import HTTPError
 from engine.proxy.bodies import Wish
 from engine.proxy.choosing import Chooser
 from engine.proxy.events import Splitter, content, is_opening
+from engine.proxy.fleet import Fleet
 from engine.proxy.index import CHUNK, MOST, PrefixIndex, chain_of
 from engine.proxy.options import Address, ProxyOptions
 from engine.proxy.peers import Card, Peer, handover, reach
+from engine.proxy.routes import asked_path
 
 D = (Address("http://d:1"),)
+D_TWO = (Address("http://127.0.0.1:2"), Address("http://127.0.0.1:3"))
 PATH = "/v1/completions"
 
 
@@ -174,6 +179,20 @@ def test_two_engines_that_fit_are_paired():
 )
 def test_two_that_do_not_fit_are_told_apart_in_words(change, words):
     assert words in pair(**change)
+
+
+def test_whoever_computes_a_prompt_keeps_it_for_all_that_may_take_it_over():
+    """One takes it by ``local``, the other by ``nixl`` alone: neither is named, so that both are kept for."""
+    some = {name: {"address": f"127.0.0.1:{port}", "role": "both"} for port, name in enumerate(("local", "nixl"), 7001)}
+    fleet = Fleet(ProxyOptions(prefill=(Address("http://127.0.0.1:1"),), decode=D_TWO))
+    (giver,), (first, second) = fleet.prefill, fleet.decode
+    giver.card, first.card = card("p", connectors=some), card("a", connectors={"local": some["local"]})
+    assert fleet.giving(giver) == {}
+    fleet._match(first)
+    assert fleet.giving(giver) == {"kv_role": "prefill", "kv_with": "local"}
+    second.card = card("b", connectors={"nixl": some["nixl"]})
+    fleet._match(second)
+    assert fleet.giving(giver) == {"kv_role": "prefill"}
 
 
 def test_an_engine_that_has_not_been_heard_of_is_not_paired():
@@ -382,3 +401,16 @@ def test_addresses(given_, address):
 def test_what_is_no_address(wrong):
     with pytest.raises(ConfigError, match="--decode: "):
         Address.parse(wrong, "--decode")
+
+
+@pytest.mark.parametrize("name", ["sim", "org/model", "a b", "50%", "a?x=1", "a#b", "..a", "%2e%2e/engine", "ü"])
+def test_a_model_is_asked_for_by_its_name_and_nothing_else(name):
+    url = httpx.URL("http://e:1" + asked_path(f"/v1/models/{name}"))
+    assert (url.path, url.query, url.fragment) == (f"/v1/models/{name}", b"", "")
+
+
+@pytest.mark.parametrize("name", ["../engine", "../../metrics", "x/../../cache/events", "./../engine", ".."])
+def test_with_the_proxys_key_nobody_gets_at_what_else_engines_answer(name):
+    with pytest.raises(HTTPError, match="no model") as refused:
+        asked_path(f"/v1/models/{name}")
+    assert refused.value.status == 404

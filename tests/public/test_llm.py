@@ -51,6 +51,33 @@ def test_answers_come_in_the_order_of_prompts(llm: LLM) -> None:
     ]
 
 
+def test_choices_of_a_prompt_come_one_after_the_other(llm: LLM) -> None:
+    three = SamplingParams(max_tokens=10, n=3, seed=1)
+    answers = llm.generate([[1, 2], [3, 4]], [three, TEN])
+    assert len({answer.token_ids for answer in answers}) == len(answers) == 4
+    assert answers[:3] == llm.generate([1, 2], three)
+    assert answers[0].token_ids == llm.generate([1, 2], SamplingParams(max_tokens=10, seed=1))[0].token_ids
+    with pytest.raises(InvalidRequest, match="a stream is one choice"):
+        llm.stream([1, 2], three)
+    with pytest.raises(InvalidRequest, match="n: is 1000, must be between 1 and 128"):
+        llm.generate([1, 2], SamplingParams(n=1000))
+
+
+def test_log_probabilities_come_with_the_answer(llm: LLM) -> None:
+    wish = SamplingParams(max_tokens=5, logprobs=2, prompt_logprobs=1)
+    [answer] = llm.generate([7, 8, 9], wish)
+    assert [one.token for one in answer.logprobs or ()] == list(answer.token_ids)
+    assert [one.token for one in answer.prompt_logprobs or ()] == [8, 9]
+    assert {len(one.top) for one in answer.logprobs or ()} == {2}
+    chunks = list(llm.stream([7, 8, 9], wish))
+    assert tuple(one for chunk in chunks for one in chunk.logprobs) == answer.logprobs
+    assert [chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs is not None] == [answer.prompt_logprobs]
+    [plain] = llm.generate([7, 8, 9], TEN)
+    assert plain.logprobs is plain.prompt_logprobs is None
+    [single] = llm.generate([7], wish)
+    assert single.prompt_logprobs == ()
+
+
 def test_prompts_in_all_shapes(llm: LLM) -> None:
     [text] = llm.generate("hello", TEN)
     assert llm.generate(["hello", [1, 2]], TEN) == [text, *llm.generate([1, 2], TEN)]

@@ -27,6 +27,7 @@ def make_core(
     max_batch_tokens: int = 64,
     max_running: int = 8,
     max_waiting: int = 1000,
+    limits: Mapping[str, Any] | None = None,
     audit: bool = True,
     overlap: bool = False,
     ask_seconds: float | Mapping[str, float] = ASK_SECONDS,
@@ -36,10 +37,13 @@ def make_core(
     clock: Callable[[], float] = time.monotonic,
     cache_log: CacheLog | None = None,
 ) -> EngineCore:
-    """An engine core around a scripted model, audited after every step. Plugins by name or as instances."""
+    """An engine core around a scripted model, audited after every step. Plugins by name or as instances.
+
+    ``limits``: other fields of ``Limits``, e.g. ``{"queue_timeout": 1.0}``.
+    """
     executor = executor or ScriptedModel()
     model = executor.load()
-    limits = Limits(
+    bounds = Limits(
         max_model_len=min(max_model_len or model.max_model_len, model.max_model_len),
         max_batch_tokens=max_batch_tokens,
         max_running=max_running,
@@ -47,6 +51,8 @@ def make_core(
         num_pages=num_pages,
         vocab_size=model.vocab_size,
         max_waiting=max_waiting,
+        sampling=executor.sampling,
+        **(limits or {}),
     )
     executor.allocate(num_pages, page_size)
     chosen_scheduler = _plugin("scheduler", scheduler, scheduler_options)
@@ -57,7 +63,7 @@ def make_core(
     assert isinstance(chosen_scheduler, Scheduler)
     assert isinstance(chosen_kv, KVCache)
     return core(
-        limits=limits,
+        limits=bounds,
         model=model,
         scheduler=chosen_scheduler,
         kv=chosen_kv,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -307,3 +308,28 @@ def test_closed_means_closed(in_process: bool) -> None:
 def test_one_engine_serves_one_event_loop_after_the_other(engine: AsyncEngine) -> None:
     call: Callable[[], Completion] = lambda: asyncio.run(engine.complete([9], params(4)))  # noqa: E731
     assert call() == call()
+
+
+async def choices_of_many() -> None:
+    async with await AsyncEngine.start(config(max_waiting_tokens=100), in_process=True) as engine:
+        wish = SamplingParams(n=3, seed=5, max_tokens=4, logprobs=1)
+        group = engine.submit_many([Ask(tokens=[1, 2], params=wish), Ask(tokens=[3], params=wish)])
+        found: dict[int, list[int]] = {index: [] for index in range(6)}
+        async for index, chunk in group:
+            found[index] += chunk.token_ids
+            assert [one.token for one in chunk.logprobs] == list(chunk.token_ids)
+        assert len({tuple(tokens) for tokens in found.values()}) == 6
+        for choice in range(3):
+            alone = await engine.complete([3], replace(wish, n=1, choice=choice))
+            assert list(alone.token_ids) == found[3 + choice]
+        with pytest.raises(InvalidRequest, match="one choice"):
+            await engine.complete([1], wish)
+        with pytest.raises(InvalidRequest, match="180 tokens in 3 sequences, at most 100"):
+            engine.submit_many([Ask(tokens=[1] * 60, params=wish)])
+        late = await engine.complete([1], SamplingParams(), deadline=0.0)
+        assert late.finish_reason == "timeout"
+        assert engine.ledger.waiting_tokens == len(engine.ledger) == 0
+
+
+def test_choices_of_many_prompts() -> None:
+    asyncio.run(choices_of_many())

@@ -34,12 +34,31 @@ from engine.core.serve.messages import (
     decode_event,
     encode,
 )
+from engine.core.serve.pace import Ends
 from engine.core.serve.streams import Stream
 from engine.core.serve.text import Text
 from engine.core.serve.transport import plain_config
 from engine.core.serve.watchdog import Watchdog
 
 LIMITS = Limits(max_model_len=64, max_batch_tokens=16, max_running=2, page_size=4, num_pages=8, vocab_size=99)
+
+
+def test_when_to_come_again_follows_from_how_fast_requests_end() -> None:
+    clock = Clock()
+    ends = Ends(clock)
+    assert ends.wait_for(5) == 1  # nothing is known: soon
+    ends.add()
+    assert ends.wait_for(5) == 15  # one end says nothing of the pace
+    for _ in range(10):
+        clock.now += 2
+        ends.add()
+    assert [ends.wait_for(wanted) for wanted in (0.1, 1, 4, 1000)] == [2, 2, 8, 60]
+    clock.now += 20  # nothing has ended for long
+    assert ends.wait_for(4) == 16
+    for _ in range(1000):
+        clock.now += 0.01
+        ends.add()
+    assert ends.wait_for(4) == 1
 
 
 class Clock:

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 
 from engine import InvalidRequest, SamplingParams
 from engine.core.protocols import Limits
+from engine.core.sampling import SAMPLING
 from engine.core.serve.messages import Add, Submit, decode_command, encode, refusals
 from engine.core.validate import check_fields, validate
 
-LIMITS = Limits(max_model_len=64, max_batch_tokens=16, max_running=2, page_size=4, num_pages=8, vocab_size=99)
+LIMITS = Limits(max_model_len=64, max_batch_tokens=16, max_running=2, page_size=4, num_pages=8, vocab_size=99,
+                sampling=SAMPLING)  # fmt: skip
 HUGE = 10**5000  # Python refuses to print it
 
 
@@ -53,6 +55,34 @@ HUGE = 10**5000  # Python refuses to print it
         ("stop_token_ids", (3.0,)),
         ("stop_token_ids", (True,)),
         ("stop_token_ids", (HUGE,)),
+        ("min_p", 1.1),
+        ("min_p", "0.1"),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", math.nan),
+        ("repetition_penalty", 11),
+        ("presence_penalty", 2.1),
+        ("presence_penalty", None),
+        ("frequency_penalty", -3),
+        ("frequency_penalty", math.inf),
+        ("logit_bias", [(1, 1.0)]),
+        ("logit_bias", {"1": 1.0}),
+        ("logit_bias", {99: 1.0}),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {1: "1"}),
+        ("logit_bias", {1: 101}),
+        ("logit_bias", {1: math.nan}),
+        ("n", 0),
+        ("n", 129),
+        ("n", 2.0),
+        ("choice", -1),
+        ("logprobs", -1),
+        ("logprobs", 21),
+        ("logprobs", True),
+        ("prompt_logprobs", 1.0),
+        ("prompt_logprobs", HUGE),
+        ("stop_token_ids", tuple([1] * 129)),
+        ("include_stop_str_in_output", 1),
+        ("skip_special_tokens", None),
         ("ignore_eos", 1),
         ("ignore_eos", "no"),
     ],
@@ -108,6 +138,11 @@ def deep(levels: int) -> dict[str, Any]:
         {"adapter": None},
         {"request_id": 5},
         {"request_id": "\ud800"},
+        {"read_cache": 1},
+        {"write_cache": None},
+        {"deadline": -1},
+        {"deadline": math.nan},
+        {"deadline": "5"},
         {"metadata": [1]},
         {"metadata": {1: "a"}},
         {"metadata": {"a": {1: "a"}}},
@@ -141,19 +176,24 @@ PLAIN = st.recursive(
     priority=st.integers(),
     salt=st.none() | st.text(),
     metadata=st.none() | st.dictionaries(st.text() | st.integers(), PLAIN),
+    bias=st.dictionaries(st.integers(-1, 99), st.floats(-101, 101), max_size=3),
+    logprobs=st.none() | st.integers(-1, 21),
+    deadline=st.none() | st.floats() | st.integers(),
 )
 def test_what_is_accepted_arrives_in_the_other_process(
-    seed: Any, top_k: int, temperature: Any, stop: Any, priority: int, salt: Any, metadata: Any
-) -> None:
+    seed: Any, top_k: int, temperature: Any, stop: Any, priority: int, salt: Any, metadata: Any,
+    bias: dict[int, float], logprobs: int | None, deadline: Any,
+) -> None:  # fmt: skip
     params = SamplingParams(
-        seed=seed, top_k=top_k, temperature=temperature, stop=tuple(stop) if isinstance(stop, list) else stop
-    )
+        seed=seed, top_k=top_k, temperature=temperature, stop=tuple(stop) if isinstance(stop, list) else stop,
+        logit_bias=bias, logprobs=logprobs, prompt_logprobs=logprobs,
+    )  # fmt: skip
     try:
         validate([1], params, LIMITS)
-        check_fields(priority=priority, salt=salt, metadata=metadata)
+        check_fields(priority=priority, salt=salt, metadata=metadata, deadline=deadline)
     except InvalidRequest:
         return
-    sent = Submit([Add("a", [1], params, priority, salt, metadata)])
+    sent = Submit([Add("a", [1], params, priority, salt, metadata, False, False, deadline)])
     assert decode_command(encode(sent)) == sent
 
 

@@ -121,9 +121,10 @@ def test_without_a_free_slot_a_load_fails_and_the_prompt_is_computed(mover, open
     sender, receiver, copy, target = pair(opened, mover, patience=0.8, staging="64B")
     copy.script = lambda motion: setattr(motion, "held", threading.Event())
     assert "has not ended" in pull(receiver, sender).reason
-    for _ in range(2):
-        reason = wait_for(lambda: "asked again" not in (said := pull(receiver, sender).reason) and said)
-        assert "no room in the staging area (1 of its slots may still be written to)" in reason
+    wait_for(lambda: not receiver._desk.peers.trouble(sender.address))
+    for _ in range(2):  # the peer is not to blame: it is asked again at once, and need not hold what is not fetched
+        assert "no room in the staging area (1 of its slots may still be written to)" in pull(receiver, sender).reason
+    wait_for(lambda: sender.stats()["leases_released"] == 3, doing=lambda: sender.transfer_kv([]))
     copy.motions[0].land()
     copy.script = lambda motion: None
     wait_for(lambda: pull(receiver, sender).kind == "done")
@@ -335,3 +336,23 @@ def test_new_weights_end_the_leases_of_the_old_ones(mover, opened):
     assert "lease had ended" in ask(receiver, "pull", keys(6), range(6), kv_from=sender.address).reason
     lease(sender, keys(6), range(6), name="q")
     assert ask(receiver, "probe", keys(6), kv_from=sender.address, request="s").tokens == 24
+
+
+@pytest.mark.parametrize("why", ["cancelled", "left alone"])
+def test_b27_what_was_found_and_never_asked_for_is_let_go_of(why, mover, opened, monkeypatch):
+    """Its fetch ends before it has begun to talk: nobody else would ever release the claim, but renew it for ever."""
+    sender, receiver = opened(memory(), mover), opened(memory(seed=1), mover)
+    lease(sender, keys(6), range(6))
+    assert ask(receiver, "probe", keys(6), name="probe", kv_from=sender.address).tokens == 24
+    if why == "cancelled":
+        let = threading.Event()
+        monkeypatch.setattr(Peers, "trouble", lambda *_: "" if let.wait(10) else "late")
+        begin(receiver, "pull", keys(6), range(6), kv_from=sender.address)
+        events = receiver.transfer_kv([Transfer("cancel t", "cancel", "r", of="t")])
+        let.set()
+        assert (events[0] if events else answer_of(receiver)).kind == "failed"
+    else:
+        monkeypatch.setattr(Peers, "trouble", lambda *_: "it failed")
+        assert "it failed" in ask(receiver, "pull", keys(6), range(6), kv_from=sender.address).reason
+    wait_for(lambda: sender.stats()["leases_released"] == 1, doing=lambda: sender.transfer_kv([]))
+    assert "r" not in receiver._claims

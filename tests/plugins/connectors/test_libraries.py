@@ -29,7 +29,6 @@ WAYS = {
     "shared": ("local", {}),
     "streamed": ("local", {"shared": False}),
     "nixl": ("nixl", LO),
-    "nixl shm": ("nixl", {**LO, "tls": "tcp,shm,self"}),
     "nixl push": ("nixl", {**LO, "style": "push"}),
     "mooncake": ("mooncake", {}),
 }
@@ -123,11 +122,6 @@ class World:
     @property
     def pushes(self) -> bool:
         return self.way in ("nixl push", "mooncake")
-
-    @property
-    def copies(self) -> bool:
-        """The receiver's processor reads the sender's memory: it needs nobody."""
-        return self.way in ("shared", "nixl shm")
 
     def process(self, script: str, *arguments: str):
         command = [sys.executable, "-c", textwrap.dedent(script), *arguments]
@@ -277,3 +271,39 @@ def test_a_sender_killed_in_the_middle_leaves_whole_pages_and_is_found_again(wor
     assert (region == content()).all()
     assert store.stats()["slots_in_limbo"] == 0, "who was to write to it is gone"
     assert again.poll() is None
+
+
+@pytest.mark.model
+def test_a_real_model_says_the_same_by_every_library():
+    """One engine computes, another goes on: by each connector that works here in turn, and not by the line."""
+    from engine.core import EngineConfig, assemble
+
+    ways = {}
+    for name, options in (("nixl", {"devices": "lo", "host": "127.0.0.1"}), ("mooncake", {})):
+        with contextlib.suppress(ConfigError):
+            make("connector", name, options).close()
+            ways[name] = options
+    if not ways:
+        pytest.skip("neither nixl nor mooncake is installed: pip install 'sixhooks[nixl,mooncake]'")
+    chosen = [{"name": name, "lease_seconds": 60, "patience": 60, **options} for name, options in ways.items()]
+    settings = {"num_pages": 64, "page_size": 16, "max_batch_tokens": 64, "connectors": chosen}
+    first, second = (assemble(EngineConfig(**settings)) for _ in range(2))
+    tokens = [at * 7919 % 40_000 + 10 for at in range(70)]
+
+    def run(core, **fields):
+        request = core.add(tokens, SamplingParams(max_tokens=8, temperature=0.0), **fields)
+        while not request.finished:
+            first.step()
+            second.step()
+        return request
+
+    expected = run(second, read_cache=False).output
+    for name in ways:
+        second.kv.reset()
+        first.kv.reset()
+        run(first, metadata={"kv_role": "prefill", "kv_with": name})
+        address = first.describe()["connectors"][name]["address"]
+        request = run(second, metadata={"kv_from": f"{name}://{address}"})
+        assert (request.output, request.cached_tokens) == (expected, 64)
+        assert second.stats()[f"connector_{name}_pages_taken"] == 4
+    close(first, second)

@@ -7,6 +7,7 @@ import logging
 import random
 import socket
 import struct
+import sys
 import threading
 import time
 
@@ -289,4 +290,7 @@ def test_a_real_model_says_the_same_in_two_engines_as_in_one():
     whole = (len(tokens) - 1) // 16 * 16
     assert request.cached_tokens == second.counters.loaded_tokens == whole > 64
     assert second.counters.computed_tokens == len(tokens) - whole + 11, "nothing is computed twice"
+    assert second.describe()["connectors"]["local"]["mover"] == "pulled"
+    if sys.platform == "linux":
+        assert second.store.stats()["detours"] == 0, "copied out of the other's mapped memory"
     close(alone, first, second)

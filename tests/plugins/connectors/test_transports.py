@@ -317,6 +317,27 @@ def test_a_motion_says_the_truth_after_its_peer_was_disconnected(then, pair):
     motion.drop()
 
 
+@pytest.mark.parametrize("which", ["nixl", "mooncake"])
+def test_threads_that_connect_at_once_share_what_is_known_of_the_peer(pair):
+    """Else a motion of the one is open while the library is told, for the other, to forget the peer."""
+    here, peer = pair.here(), pair.peer()
+    transport, barrier, seen = here.transport, threading.Barrier(4), []
+
+    def connect():
+        barrier.wait()
+        transport.connect("peer", peer.card)
+        seen.append(getattr(transport, "_remotes" if pair.which == "nixl" else "_peers")["peer"])
+
+    threads = [threading.Thread(target=connect) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(seen) == 4
+    assert len(set(map(id, seen))) == 1
+    here.move(peer, [0], [0], [4096])
+
+
 @pytest.mark.parametrize("which", ["nixl"])
 def test_nothing_is_written_after_close(pair):
     here, peer = pair.connected(mine=1, theirs=2)
@@ -386,6 +407,22 @@ def test_mooncake_without_its_own_library(monkeypatch, tmp_path):
         [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
     )
     assert "needs libibverbs, also where there is no RDMA: apt-get install libibverbs1" in run.stderr
+
+
+@pytest.mark.parametrize("which", ["nixl"])
+def test_memory_that_the_library_does_not_take_is_said_and_nothing_stays_open(which, monkeypatch):
+    try:
+        transport, memory, _ = side.made(which, SIZE, 0)
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+    def refuse(*_):
+        raise RuntimeError("no memory may be locked")
+
+    monkeypatch.setattr(transport._library.nixl_agent, "register_memory", refuse)
+    with pytest.raises(TransportError, match="no memory may be locked"):
+        transport.open([memory])
+    transport.close()
 
 
 def test_nixl_leaves_the_environment_as_it_was():

@@ -13,6 +13,7 @@ from engine.core.errors import ModelError
 from engine.core.models.source import resolve
 from engine.core.plan import Outcome, Plan
 from engine.core.request import Request, SamplingParams
+from engine.plugins.attention.auto import AutoAttention
 from engine.plugins.attention.torch import TorchAttention
 from engine.plugins.executors.torch import TorchExecutor
 
@@ -79,11 +80,12 @@ def make_executor() -> Iterator[MakeExecutor]:
     made: list[TorchExecutor] = []
 
     def make(
-        model: str | Path, *, num_pages: int = 64, page_size: int = 4, seed: int = 0, **options: Any
-    ) -> TorchExecutor:
+        model: str | Path, *, num_pages: int = 64, page_size: int = 4, seed: int = 0, attention: Any = None,
+        **options: Any,
+    ) -> TorchExecutor:  # fmt: skip
         executor = TorchExecutor(TorchExecutor.Options(**options))
         made.append(executor)
-        executor.use(model=str(model), attention=TorchAttention(), seed=seed)
+        executor.use(model=str(model), attention=attention or TorchAttention(), seed=seed)
         executor.load()
         executor.allocate(num_pages, page_size)
         return executor
@@ -95,13 +97,13 @@ def make_executor() -> Iterator[MakeExecutor]:
 
 @pytest.fixture(scope="session")
 def smollm() -> Iterator[TorchExecutor]:
-    """The default model, with 256 pages of 16."""
+    """The default model, with 256 pages of 16, on the backend that it has by default."""
     try:
         resolve("default")
     except ModelError as error:
         pytest.skip(str(error))
     executor = TorchExecutor()
-    executor.use(model="default", attention=TorchAttention(), seed=0)
+    executor.use(model="default", attention=AutoAttention(), seed=0)
     executor.load()
     executor.allocate(256, 16)
     yield executor

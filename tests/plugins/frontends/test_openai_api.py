@@ -100,8 +100,9 @@ def test_n_choices_differ_and_repeat(server: Any) -> None:
     assert texts == [choice["text"] for choice in second["choices"]]
     assert len(set(texts)) == 6
     assert first["usage"]["prompt_tokens"] == 4  # each prompt once
-    alone = complete(server, prompt=[3, 4], seed=8, temperature=1)
-    assert texts[4] == alone["choices"][0]["text"]  # index = prompt * n + k, seed + k
+    alone = complete(server, prompt=[3, 4], seed=7, temperature=1, n=2)
+    assert texts[3:5] == [choice["text"] for choice in alone["choices"]]  # index = prompt * n + k
+    assert complete(server, prompt=[3, 4], seed=8, temperature=1)["choices"][0]["text"] not in texts
 
 
 def test_stop_strings(server: Any) -> None:
@@ -194,9 +195,10 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     ("/v1/completions", {"prompt": [[1], [1] * 9000]}, "prompt", "(prompt 1 of 2) has 9000 tokens"),
     ("/v1/completions", {"prompt": [[1], []]}, "prompt", "(prompt 1 of 2)"),
     ("/v1/completions", {"prompt": [[1]] * 3000}, "prompt", "at most 2112"),
-    ("/v1/completions", {"n": 1000, "prompt": [[1]] * 3}, "prompt", "at most 2112"),
-    ("/v1/completions", {"n": 0}, "n", "greater than or equal to 1"),
-    ("/v1/completions", {"n": 10**6}, "n", "less than or equal to 1024"),
+    ("/v1/completions", {"prompt": ["x"] * 100_000}, "prompt", "100000 prompts x n 1: at most 2112"),
+    ("/v1/completions", {"n": 128, "prompt": [[1]] * 17}, "prompt", "at most 2112"),
+    ("/v1/completions", {"n": 0}, "n", "between 1 and 128"),
+    ("/v1/completions", {"n": 10**6}, "n", "between 1 and 128"),
     ("/v1/completions", {"max_tokens": 0}, "max_tokens", "at least 1"),
     ("/v1/completions", {"max_tokens": -1}, "max_tokens", "at least 1"),
     ("/v1/completions", {"max_tokens": 8190}, "max_tokens", "3 prompt tokens + max_tokens 8190 = 8193"),
@@ -216,10 +218,36 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     ("/v1/completions", {"stop": [1]}, "stop[0]", "valid string"),
     ("/v1/completions", {"stop_token_ids": [V]}, "stop_token_ids", "outside the vocabulary"),
     ("/v1/completions", {"min_tokens": 9}, "min_tokens", "between 0 and max_tokens"),
-    ("/v1/completions", {"logit_bias": {str(V): 1}}, "logit_bias", "not supported"),
-    ("/v1/completions", {"repetition_penalty": 0}, "repetition_penalty", "not supported"),
-    ("/v1/completions", {"logprobs": 1}, "logprobs", "not supported"),
-    ("/v1/completions", {"echo": True}, "echo", "not supported"),
+    ("/v1/completions", {"logit_bias": {str(V): 1}}, "logit_bias", "outside the vocabulary"),
+    ("/v1/completions", {"logit_bias": {"-3": 5}}, "logit_bias", "outside the vocabulary"),
+    ("/v1/completions", {"logit_bias": {"x": 1}}, "logit_bias", "keys are token ids, got 'x'"),
+    ("/v1/completions", {"logit_bias": {"1": 101}}, "logit_bias", "between -100 and 100"),
+    ("/v1/completions", {"logit_bias": {"1": "x"}}, "logit_bias.1", "valid number"),
+    ("/v1/completions", {"logit_bias": {str(n): 1 for n in range(1025)}}, "logit_bias", "at most 1024"),
+    ("/v1/completions", {"repetition_penalty": 0}, "repetition_penalty", "above 0"),
+    ("/v1/completions", {"presence_penalty": 2.1}, "presence_penalty", "between -2 and 2"),
+    ("/v1/completions", {"frequency_penalty": -3}, "frequency_penalty", "between -2 and 2"),
+    ("/v1/completions", {"min_p": 1.5}, "min_p", "between 0 and 1"),
+    ("/v1/completions", {"logprobs": 21}, "logprobs", "between 0 and 20"),
+    ("/v1/completions", {"logprobs": True}, "logprobs", "valid integer"),
+    ("/v1/completions", {"prompt_logprobs": -1}, "prompt_logprobs", "between 0 and 20"),
+    ("/v1/completions", {"prompt_logprobs": 20, "prompt": [1] * 4000}, "prompt_logprobs", "at most 65536"),
+    ("/v1/completions", {"prompt_logprobs": 20, "prompt": [1] * 40, "n": 100}, "prompt_logprobs", "x n 100 = 84000"),
+    ("/v1/completions", {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "stream"),
+    ("/v1/completions", {"max_tokens": 0}, "max_tokens", "at least 1"),
+    ("/v1/completions", {"best_of": 2}, "best_of", "only accepted value is 1"),
+    ("/v1/completions", {"stop_token_ids": [1] * 129}, "stop_token_ids", "at most 128"),
+    ("/v1/completions", {"stop": "x" * 1025}, "stop", "at most 1024"),
+    ("/v1/completions", {"skip_special_tokens": 1}, "skip_special_tokens", "valid boolean"),
+    ("/v1/completions", {"deadline_ms": 0}, "deadline_ms", "greater than or equal to 1"),
+    ("/v1/completions", {"deadline_ms": 10**15}, "deadline", "between"),
+    ("/v1/completions", {"cache": {"ttl": 60}}, "cache.ttl", "not supported"),
+    ("/v1/completions", {"cache": {"reed": False}}, "cache.reed", "unknown field"),
+    ("/v1/completions", {"cache": {"salt": "a"}, "cache_salt": "b"}, "cache_salt", "differs"),
+    ("/v1/chat/completions", {"top_logprobs": 3}, "top_logprobs", "logprobs is true"),
+    ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 21}, "logprobs", "between 0 and 20"),
+    ("/v1/chat/completions", {"logprobs": 1}, "logprobs", "valid boolean"),
+    ("/v1/chat/completions", {"echo": True}, "echo", "only accepted value is false"),
     ("/v1/completions", {"temprature": 1}, "temprature", "did you mean 'temperature'"),
     ("/v1/completions", {"stream_options": {"include_usage": True}}, "stream_options", "only allowed when stream"),
     ("/v1/chat/completions", {"messages": []}, "messages", "at least 1"),
@@ -326,8 +354,8 @@ def test_the_length_limit_is_the_one_enforced(start: Any) -> None:
     assert late.status_code == 400
 
 
-@pytest.mark.parametrize("fields", [{"top_k": 2**70, "n": 1024, "max_tokens": 2}, {"priority": 2**64, "n": 1000},
-                                    {"min_tokens": 2**70, "max_tokens": None, "n": 1000}], ids=str)  # fmt: skip
+@pytest.mark.parametrize("fields", [{"top_k": 2**70, "n": 128, "max_tokens": 2}, {"priority": 2**64, "n": 100},
+                                    {"min_tokens": 2**70, "max_tokens": None, "n": 100}], ids=str)  # fmt: skip
 def test_numbers_that_no_wire_carries_leave_nothing_behind(server: Any, fields: dict[str, Any]) -> None:
     for _ in range(4):  # 2112 may be open
         answer = server.http.post("/v1/completions", json={**GOOD, **fields})

@@ -146,7 +146,7 @@ def test_metrics_agree_with_what_clients_saw(start: Any) -> None:
     now = server.idle()
     assert now["engine_requests_accepted_total"] == 6
     ends = {name.split('"')[1]: n for name, n in now.items() if name.startswith("engine_requests_ended_total")}
-    assert ends == {"length": 5, "stop": 1, "abort": 0, "error": 0}
+    assert ends == {"length": 5, "stop": 1, "abort": 0, "timeout": 0, "error": 0}
     assert now['engine_http_errors_total{status="400"}'] == 1
     assert now["engine_prompt_tokens_total"] == 3 + 2 * 3 + 2 + 3
     # A stop string is met on the client's side: the engine may have made a token or two more by then.

@@ -10,7 +10,7 @@ from engine.core.config import DEFAULT_MODEL
 from engine.core.plan import Outcome, Plan
 from engine.core.protocols import Executor, Plugin
 from engine.core.registry import make
-from engine.core.request import SamplingParams
+from engine.core.sampling import SamplingParams, TokenLogprobs
 from engine.testing.guard import Violation, snapshot
 from engine.testing.making import make_core
 from engine.testing.suites.base import Suite
@@ -25,6 +25,7 @@ class ExecutorSuite(Suite):
         prompts: token ids to try, some with a common beginning.
         new_tokens: tokens to generate for each.
         page_sizes: tokens a page.
+        logprob_tolerance: by how much a log-probability may differ where the prompt is computed in other chunks.
     """
 
     role = "executor"
@@ -34,6 +35,7 @@ class ExecutorSuite(Suite):
     )  # fmt: skip
     new_tokens: ClassVar[int] = 6
     page_sizes: ClassVar[tuple[int, ...]] = (1, 4)
+    logprob_tolerance: ClassVar[float] = 1e-3
 
     def ready(self) -> Executor:
         """A new executor, told what to use."""
@@ -98,6 +100,38 @@ class ExecutorSuite(Suite):
             for cycle, texts in enumerate(self._twice(settings)):
                 if texts != alone:
                     raise Violation(f"together ({settings}, time {cycle + 1}) they say {texts}, alone {alone}")
+
+    def test_log_probabilities_belong_to_the_tokens(self) -> None:
+        """Of those that report them: one for each token, likeliest first, the same whether the prompt is cut or not."""
+        executor = self.ready()
+        if not {"logprobs", "prompt_logprobs"} <= set(executor.sampling):
+            return
+        whole, cut = (self._reports(executor if budget == 64 else self.ready(), budget) for budget in (64, 4))
+        for one, other in zip(whole, cut, strict=True):
+            if one.token != other.token or abs(one.logprob - other.logprob) > self.logprob_tolerance:
+                raise Violation(f"{one} in one piece, {other} in chunks")
+
+    def _reports(self, executor: Executor, budget: int) -> list[TokenLogprobs]:
+        core = make_core(executor=executor, max_batch_tokens=budget, max_model_len=60)
+        with closing(core):
+            prompt = self.prompts[0]
+            asks = SamplingParams(
+                temperature=0, max_tokens=self.new_tokens, ignore_eos=True, logprobs=2, prompt_logprobs=2
+            )
+            request = core.add(list(prompt), asks)
+            deltas = []
+            while core.has_work:
+                deltas += core.step()
+            found = [one for delta in deltas for one in (*delta.prompt_logprobs, *delta.logprobs)]
+            if [one.token for one in found] != request.tokens[1:]:
+                raise Violation(f"log-probabilities of {[one.token for one in found]}, tokens {request.tokens[1:]}")
+            for one in found:
+                likeliest = list(one.top_logprobs)
+                if one.logprob > 0 or len(one.top) != 2 or likeliest != sorted(likeliest, reverse=True):
+                    raise Violation(f"no log-probabilities with two rivals, likeliest first: {one}")
+                if (one.rank == 1) != (one.logprob >= likeliest[0]):
+                    raise Violation(f"its rank is wrong: {one}")
+            return found
 
     def _texts(self, prompts: Any, **settings: Any) -> list[list[int]]:
         core = make_core(executor=self.ready(), **{"num_pages": 64, "max_model_len": 60, **settings})

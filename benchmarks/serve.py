@@ -1,0 +1,231 @@
+"""Output tokens a second and waiting times of whole engines on one model, on this machine's CPU.
+
+    python benchmarks/serve.py [--rounds 3] [--workloads W1,W2,W3,W4] [--ours NAME:key=value,… …] [--peer vllm …]
+                               [--threads N] [--json FILE] [--quick]
+
+Each engine is loaded in a process of its own; they take turns, one working at a time, in another order each round, so
+that a drift of the machine hits all. Printed are medians over rounds. Greedy, no end of sequence, prompts of random
+tokens that are others in each round: every run is cold. Peers: transformers' ``generate`` and its continuous batching;
+with ``--peer vllm`` and ``--peer llama.cpp`` also those, where they are installed.
+
+The roofline is what this machine could do at most: matrix products at the rate of the kernels' best case, and weights
+read once a step at the rate at which memory is read. Whoever says other tokens than ours is named, with the share of
+requests whose tokens are the same throughout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from _serve_sides import SIDES, installed
+from _serve_work import WORKLOADS, workload
+
+SIDE = Path(__file__).with_name("_serve_sides.py")
+MATRIX, EMBEDDED = 106_203_456, 28_311_552  # numbers in the default model's layers, and in its output embedding
+COLUMNS = "{:<5}{:<24}{:>9}{:>9}{:>10}{:>10}{:>10}{:>10}   {}"
+HEAD = COLUMNS.format("", "engine", "tokens/s", "of best", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "same tokens")
+
+
+class Engine:
+    """A side's process."""
+
+    def __init__(self, label: str, side: str, options: Sequence[str], threads: int) -> None:
+        self.label = label
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        self._process = subprocess.Popen(
+            [sys.executable, str(SIDE), side, str(threads), *options],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+        )  # fmt: skip
+        self.about = self._answer()["about"]
+
+    def serve(self, name: str, seed: int, scale: float) -> dict[str, Any]:
+        """One run."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"workload": name, "seed": seed, "scale": scale}) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.label} ended: exit code {self._process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def roofline(threads: int, numbers: int) -> dict[str, float]:
+    """GF/s of a product of 480 rows with [1536, 576] in float32, GB/s of reading so many numbers: best of several."""
+    from engine.core.native import LinearSpec, kernels
+
+    compiled = kernels()
+    n, k, rows = 1536, 576, 480
+    memory, x, y = np.zeros(n * k, np.float32), np.ones((rows, k), np.float32), np.empty((rows, n), np.float32)
+    spec = LinearSpec(weight=memory.ctypes.data, n=n, k=k)
+    many, best, where = (
+        np.zeros((threads * 4, 2**27 // (threads * 4)), np.float32),
+        np.empty(99, "f4"),
+        np.empty(99, int),
+    )
+
+    def least(work: Any, times: int) -> float:
+        seconds = []
+        for _ in range(times):
+            started = time.perf_counter()
+            work()
+            seconds.append(time.perf_counter() - started)
+        return min(seconds)
+
+    product = least(lambda: compiled.linear(ctypes.byref(spec), x.ctypes.data, k, rows, y.ctypes.data, threads), 30)
+    read = least(
+        lambda: compiled.largest(many.ctypes.data, *many.shape, best.ctypes.data, where.ctypes.data, threads), 8
+    )
+    return {"gflops": 2 * n * k * rows / product / 1e9, "gbytes": many.nbytes / read / 1e9}
+
+
+def bound(name: str, scale: float, machine: dict[str, float]) -> float:
+    """Tokens a second of a workload that all arrives at once, with nothing but float32 matrix products."""
+    asked = workload(name, 0, scale)
+    ends = (min(one.prompt for one in asked), max(one.prompt for one in asked))
+    shared = next(
+        (at for at, (a, b) in enumerate(zip(*ends, strict=False)) if a != b), 0
+    )  # what these two share, all do
+    prompts = shared + sum(len(one.prompt) - shared for one in asked)
+    flops, streams = machine["gflops"] * 1e9, len(asked)
+    seconds = (2 * MATRIX * prompts + 2 * EMBEDDED * streams) / flops
+    numbers = MATRIX + EMBEDDED
+    step = max(2 * numbers * streams / flops, 4 * numbers / (machine["gbytes"] * 1e9))
+    output = asked[0].output
+    return streams * output / (seconds + (output - 1) * step)
+
+
+@contextlib.contextmanager
+def engines(args: argparse.Namespace) -> Iterator[list[Engine]]:
+    """All that are to be compared and are here."""
+    wanted: list[tuple[str, str, list[str]]] = []
+    for text in args.ours:
+        label, _, options = text.partition(":")
+        wanted.append((f"ours {label}".strip(), "ours", [part for part in options.split(",") if part]))
+    wanted += [(name, name, []) for name in args.sides]
+    wanted += [(name, name, args.peer_option) for name in args.peer]
+    made: list[Engine] = []
+    try:
+        for label, side, options in wanted:
+            if installed(side):
+                made.append(Engine(label, side, options, args.threads))
+            else:
+                print(f"{label}: not installed")
+        yield made
+    finally:
+        for engine in made:
+            engine.close()
+
+
+def measure(args: argparse.Namespace, sides: Sequence[Engine]) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """Workload -> engine -> figures of each round."""
+    scale = 0.1 if args.quick else 1.0
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {name: {} for name in args.workloads}
+    for side in sides:
+        side.serve("W3", -1, 0.1)  # the first run of all allocates, and may compile
+    for seed in range(args.rounds):
+        for name in args.workloads:
+            turn = list(sides)
+            for side in turn[seed % len(turn) :] + turn[: seed % len(turn)]:
+                figures = side.serve(name, seed, scale)
+                print(f"# round {seed + 1} {name} {side.label}: {summary(figures)}", file=sys.stderr, flush=True)
+                found[name].setdefault(side.label, []).append(figures)
+    return found
+
+
+def summary(figures: dict[str, Any]) -> str:
+    """A run in a few words."""
+    return figures.get("cannot") or f"{figures['tokens_per_second']:.1f} tokens/s"
+
+
+def table(found: dict[str, dict[str, list[dict[str, Any]]]], bounds: dict[str, float]) -> Iterator[str]:
+    """Lines to print; fills in the medians."""
+    yield HEAD
+    for name, sides in found.items():
+        runs = {label: rounds for label, rounds in sides.items() if "cannot" not in rounds[0]}
+        medians = {label: middle(rounds) for label, rounds in runs.items()}
+        best = max((values["tokens_per_second"] or 0 for values in medians.values()), default=0)
+        first = next(iter(runs.values()), None)
+        for label, values in medians.items():
+            rate = values["tokens_per_second"] or 0
+            waits = [values[key] for key in ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms")]
+            shown = ["-" if wait is None else f"{wait:.0f} ms" for wait in waits]
+            same = alike(first, runs[label]) if first else ""
+            yield COLUMNS.format(name, label, f"{rate:.1f}", f"{rate / best:.0%}", *shown, same)
+        for label, rounds in sides.items():
+            if "cannot" in rounds[0]:
+                yield COLUMNS.format(name, label, "-", "", "", "", "", "", rounds[0]["cannot"])
+        if name in bounds:
+            yield COLUMNS.format(name, "(roofline, fp32)", f"{bounds[name]:.1f}", "", "", "", "", "", WORKLOADS[name])
+
+
+def middle(rounds: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+    """The median of every figure."""
+    keys = [key for key in rounds[0] if key != "said"]
+    return {key: None if rounds[0][key] is None else statistics.median(one[key] for one in rounds) for key in keys}
+
+
+def alike(one: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]) -> str:
+    """How many requests were answered with the same tokens."""
+    pairs = [pair for a, b in zip(one, other, strict=True) for pair in zip(a["said"], b["said"], strict=True)]
+    return f"{sum(a == b for a, b in pairs)}/{len(pairs)}"
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workloads", type=lambda text: text.split(","), default=[*WORKLOADS])
+    parser.add_argument("--ours", action="append", metavar="NAME:key=value,…", help="a configuration of this engine")
+    parser.add_argument("--sides", type=lambda text: [name for name in text.split(",") if name],
+                        default=["generate", "continuous"], help="built-in peers")  # fmt: skip
+    parser.add_argument("--peer", action="append", default=[], choices=["vllm", "llama.cpp"])
+    parser.add_argument("--peer-option", action="append", default=[], help="key=value, e.g. model=F32.gguf")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--json", type=Path, help="write all figures there")
+    parser.add_argument("--quick", action="store_true", help="a try: all lengths a tenth")
+    args = parser.parse_args()
+    args.ours = args.ours or ["", "int8:executor.weights=int8", "reference:attention=torch,executor.compiled=false"]
+    unknown = [name for name in args.sides if name not in SIDES] + [n for n in args.workloads if n not in WORKLOADS]
+    if unknown:
+        parser.error(f"unknown: {', '.join(unknown)}")
+    machine = roofline(args.threads, 2**22 if args.quick else 2**27)
+    print(f"{args.threads} threads: products {machine['gflops']:.0f} GF/s, memory {machine['gbytes']:.1f} GB/s")
+    with engines(args) as sides:
+        found = measure(args, sides)
+        about = {side.label: side.about for side in sides}
+    bounds = {name: bound(name, 0.1 if args.quick else 1.0, machine) for name in args.workloads if name != "W4"}
+    for line in table(found, bounds):
+        print(line)
+    if args.json:
+        lean = {
+            name: {label: [{k: v for k, v in one.items() if k != "said"} for one in runs] for label, runs in of.items()}
+            for name, of in found.items()
+        }
+        args.json.write_text(json.dumps({"machine": machine, "bounds": bounds, "about": about, "runs": lean}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

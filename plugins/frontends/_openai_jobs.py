@@ -1,0 +1,105 @@
+"""From a body to requests that are ready to be submitted: read, render, tokenise, check. Touches nothing shared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from engine.core.errors import InvalidRequest
+from engine.core.serve.client import Ask, AsyncEngine
+from engine.core.serve.text import encode
+from engine.plugins.frontends._openai_answers import Wish
+from engine.plugins.frontends._openai_logprobs import Echo
+from engine.plugins.frontends._openai_schema import ChatRequest, CompletionRequest, Sampling
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked request. ``texts`` are its prompts as text, where they have one."""
+
+    asks: list[Ask]
+    texts: list[str | None]
+    stream: bool
+    wish: Wish
+
+
+class Preparer:
+    """Prepares the requests of one server. Its methods may run in any thread.
+
+    Args:
+        name: the served model's name, for messages.
+        check_model: raises where a client asks for another model.
+    """
+
+    def __init__(self, engine: AsyncEngine, name: str, check_model: Callable[[str], None]) -> None:
+        self._engine, self._name, self._check_model = engine, name, check_model
+
+    def prepare(self, body: bytes, schema: type[Sampling], request_id: str) -> Job:
+        """Parse, tokenise and check a body. Raises ``InvalidRequest`` naming the field."""
+        wish = schema.parse(body)
+        if wish.model is not None:
+            self._check_model(wish.model)
+        prompts = self.prompts(wish)
+        params = wish.sampling()
+        self._check_size(len(prompts), params.n)
+        cache = wish.cache
+        texts: list[str | None] = []
+        asks: list[Ask] = []
+        for number, prompt in enumerate(prompts):
+            try:
+                ask = Ask(
+                    tokens=self._tokens(prompt), params=params, request_id=request_id, priority=wish.priority or 0,
+                    salt=wish.salt(), metadata=wish.tags(), read_cache=cache is None or cache.read is not False,
+                    write_cache=cache is None or cache.write is not False,
+                    deadline=None if wish.deadline_ms is None else wish.deadline_ms / 1000,
+                )  # fmt: skip
+                ask.check(self._engine.limits)
+            except InvalidRequest as error:
+                if len(prompts) == 1:
+                    raise
+                words = f"(prompt {number} of {len(prompts)}) {error.message}"
+                raise InvalidRequest(error.field, words, code=error.code) from error
+            asks.append(ask)
+            texts.append(prompt if isinstance(prompt, str) else None)
+        return Job(asks, texts, bool(wish.stream), self._wish(wish, asks, texts))
+
+    def prompts(self, wish: Sampling) -> list[str | list[int]]:
+        """The prompts of a request: text, or token ids. Raises ``InvalidRequest``."""
+        if isinstance(wish, CompletionRequest):
+            return wish.prompts()
+        assert isinstance(wish, ChatRequest)
+        if self._engine.tokenizer is None:
+            raise InvalidRequest("messages", f"model {self._name!r} has no chat template")
+        return [self._engine.tokenizer.render_chat([message.plain() for message in wish.messages])]
+
+    def _tokens(self, prompt: str | list[int]) -> Sequence[int]:
+        return encode(self._engine.tokenizer, prompt, self._engine.limits) if isinstance(prompt, str) else prompt
+
+    def _check_size(self, prompts: int, n: int) -> None:
+        """Before anything is tokenised: whether so many sequences could ever be open."""
+        limits = self._engine.limits
+        if n > limits.max_n:
+            raise InvalidRequest("n", f"is {n}, must be between 1 and {limits.max_n}", code="above_limit")
+        capacity = limits.max_waiting + limits.max_running
+        if prompts * n > capacity:
+            words = f"{prompts} prompts x n {n}: at most {capacity} sequences can be open"
+            raise InvalidRequest("n" if prompts == 1 else "prompt", words, code="above_limit")
+
+    def _wish(self, wish: Sampling, asks: Sequence[Ask], texts: Sequence[str | None]) -> Wish:
+        echo: tuple[Echo, ...] | None = None
+        if isinstance(wish, CompletionRequest) and wish.echo:
+            echo = tuple(
+                Echo(self._text(ask.tokens) if text is None else text, tuple(ask.tokens))
+                for ask, text in zip(asks, texts, strict=True)
+            )
+        return Wish(
+            params=asks[0].params,
+            with_usage=wish.wants_usage,
+            echo=echo,
+            scores_only=isinstance(wish, CompletionRequest) and wish.scores_only,
+            prompt_logprobs=wish.prompt_logprobs is not None,
+        )
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        tokenizer = self._engine.tokenizer
+        return "" if tokenizer is None else tokenizer.decode(tokens, skip_special=False)
