@@ -91,16 +91,18 @@ class Outgoing:
             if full <= first:
                 continue
             fenced = sum(pages for other, pages in self._open.values() if other is sink)
-            if fenced + full - first > core.pool.num_pages * sink.saving_share:
-                core.counters.unsaved_pages += full - first
+            room = max(0, int(core.pool.num_pages * sink.saving_share) - fenced)
+            upto = min(full, first + room)
+            core.counters.unsaved_pages += full - upto
+            if upto <= first:
                 continue
-            self._extend(chain, request, full)
+            self._extend(chain, request, upto)
             name = self._name(request)
-            self._open[name] = sink, full - first
-            pages, keys = tuple(request.pages[first:full]), tuple(chain.keys[first:full])
+            self._open[name] = sink, upto - first
+            pages, keys = tuple(request.pages[first:upto]), tuple(chain.keys[first:upto])
             to = core.hooks.name(sink)
             self._book.ask(Transfer(name, "push", request.id, pages, keys, to=to, hints=hints_of(request)))
-            chain.saved[sink] = full
+            chain.saved[sink] = upto
 
     def _extend(self, chain: Chain, request: Request, full: int) -> None:
         """Know the keys of the request's first ``full`` pages."""

@@ -353,6 +353,19 @@ def test_a_store_that_is_slower_than_the_model_is_tried_now_and_then_only(second
     assert loads == (40 if seconds < 1 else 3), "the first one is how it is found out"
 
 
+def test_of_a_prompt_that_is_more_than_a_sinks_share_its_beginning_is_handed_on():
+    shelf = Shelf()
+    shelf.saving_share = 0.1  # 4 of 40 pages
+    core = core_of(shelf, max_batch_tokens=64)
+    core.add(PROMPT, SamplingParams(max_tokens=1))
+    run(core)
+    pushed = [len(wish.pages) for wish in shelf.seen if wish.kind == "push"]
+    assert pushed[0] == 4
+    assert len(shelf.pages) >= 4
+    assert core.counters.unsaved_pages >= 3
+    core.close()
+
+
 @pytest.mark.parametrize("kvcache", ["paged", "radix"])
 def test_nothing_is_handed_on_before_it_is_computed(kvcache):
     """Chunks in flight are planned and not there: a store that reads at once would keep what was there before."""
