@@ -103,7 +103,7 @@ def plugins(loaded: LoadedConfig) -> Iterator[Finding]:
     from engine.core.capabilities import problem, report
     from engine.core.effective import checked_options, selected
     from engine.core.handoff import check_role, with_role
-    from engine.core.protocols import Connector
+    from engine.core.protocols import Attention, Connector
     from engine.core.registry import Registry, build
 
     registry = Registry()
@@ -114,8 +114,12 @@ def plugins(loaded: LoadedConfig) -> Iterator[Finding]:
             found = registry.select(one.role, one.selection.name)
             checked_options(found, one, loaded.origins)
             made.append(build(found, with_role(one.selection, found.cls, loaded.config.role)))
+            words = [f"{one.selection.name} ({found.origin})", *found.notes]
+            if isinstance(made[-1], Attention):
+                dtype = str(loaded.config.executor.options.get("dtype", "float32"))
+                words.append(made[-1].prepare(device="cpu", dtype=dtype))
             made[-1].close()
-            yield Finding("ok", one.role, "; ".join((f"{one.selection.name} ({found.origin})", *found.notes)))
+            yield Finding("ok", one.role, "; ".join(words))
         except EngineError as error:
             yield Finding("missing", one.role, str(error))
     try:

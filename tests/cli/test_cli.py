@@ -268,6 +268,7 @@ def test_doctor_counts_pages_of_the_model(here: Any) -> None:
     assert code == 0, err
     assert re.search(r"^ok +torch +\d", out, re.MULTILINE)
     assert re.search(r"KV pages +\d+ pages x 16 tokens", out)
+    assert re.search(r"^ok +attention +auto .*; (cpu \(.*compiled by|torch; not )", out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
