@@ -171,7 +171,7 @@ class Either(Copied):
 def connector(mover, options=None):
     """A connector whose pages travel so, over ``Copy`` where not streamed."""
     if mover == "streamed":
-        return make("connector", "local", dict(options or {}))
+        return make("connector", "local", {"shared": False, **(options or {})})
     name, _, mover = mover.rpartition(" ")
     return make("connector", f"handoff_kit:{name or 'Copied'}", {"mover": mover, **(options or {})})
 
