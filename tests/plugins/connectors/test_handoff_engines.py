@@ -30,8 +30,7 @@ def test_what_one_engine_computed_another_goes_on_with(mover, scheduler, kvcache
     kind = COMBINATIONS[COMBINATIONS.index((scheduler, kvcache, overlap)) - 3 * other]
     second = engine(mover, *kind)
     told = second.describe()["connectors"][second.store.name]
-    style = "pushed" if mover == "pushed" else "pulled"  # `local` would pull, had this memory a file for others to map
-    assert (told["address"], told["mover"]) == (second.store.address, style)
+    assert (told["address"], told["mover"]) == (second.store.address, mover.replace("direct", "pulled"))
     prefill(first)
     assert first.stats()[f"connector_{first.store.name}_leased_pages"] == 7
     request = second.add(PROMPT, SamplingParams(max_tokens=8), metadata={"kv_from": first.store.address})
