@@ -158,10 +158,13 @@ class TestOpenAI(FrontendSuite):
     plugin = "openai"
 
 
+LIBRARIES = ("nixl", "mooncake", "mooncake-store", "redis")
+
+
 def test_every_built_in_plugin_is_tried():
-    """Policies are tried in ``policies``, connectors to servers beside the tests of their own."""
+    """Policies are tried in ``policies``, connectors that need a library beside the tests of their own."""
     tried = {(suite.role, suite().found().cls) for suite in globals().values() if is_suite(suite)}
-    tried |= {("connector", Registry().select("connector", name).cls) for name in ("redis", "mooncake-store")}
+    tried |= {("connector", Registry().select("connector", name).cls) for name in LIBRARIES}
     for line in Registry().listing():
         if (
             line.distribution == "sixhooks"

@@ -6,7 +6,6 @@ oracle is the first engine asked alone. A connector whose library does not impor
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import os
 import random
@@ -21,12 +20,14 @@ import httpx
 import openai
 import pytest
 
+from engine.core import ConfigError
 from engine.core.config import DEFAULT_MODEL
+from engine.core.registry import make
 
 pytestmark = pytest.mark.model
 
 COMBINATIONS = list(itertools.product(("unified", "radix"), ("paged", "radix")))
-LIBRARIES = {"local": (), "nixl": ("nixl_cu12._api", "nixl._api"), "mooncake": ("mooncake.engine",)}
+CONNECTORS = ("local", "nixl", "mooncake")
 START_SECONDS = 120.0
 NEW_TOKENS = 8
 STORY = (
@@ -38,18 +39,14 @@ STORY = (
 
 def missing(connector: str) -> str:
     """Why its library cannot be had; empty where it can."""
-    reasons = []
-    for module in LIBRARIES[connector]:
-        try:
-            importlib.import_module(module)
-        except ImportError as error:
-            reasons.append(str(error))
-        else:
-            return ""
-    return "; ".join(reasons)
+    try:
+        make("connector", connector).close()
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
-HERE = [name for name in LIBRARIES if not missing(name)]
+HERE = [name for name in CONNECTORS if not missing(name)]
 
 
 class Command:
@@ -134,7 +131,7 @@ def pair(request, prompts):
             engine.close()
 
 
-@pytest.mark.parametrize("connector", LIBRARIES)
+@pytest.mark.parametrize("connector", CONNECTORS)
 def test_the_text_is_that_of_one_engine(pair, prompts, connector):
     if connector not in HERE:
         pytest.skip(f"connector {connector}: its library is not here: {missing(connector)}")

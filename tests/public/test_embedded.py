@@ -266,9 +266,11 @@ def interrupt() -> Iterator[Callable[[float], None]]:
         timers.append(threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)))
         timers[-1].start()
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield after
     for timer in timers:
         timer.join()
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -22,7 +22,7 @@ from engine.core import ConfigError, SamplingParams
 from engine.core.memory import KVLayout
 from engine.core.registry import make
 from engine.plugins.executors._memfd import MARK, shared_file
-from engine.testing import ShadowExecutor, make_core
+from engine.testing import ConnectorSuite, ShadowExecutor, make_core
 
 LO = {"tls": "tcp,self", "devices": "lo"}
 WAYS = {
@@ -81,7 +81,7 @@ ENGINE = """
     import json, sys, time
     from engine.core import SamplingParams
     from engine.core.registry import make
-    from engine.testing import ShadowExecutor, make_core
+    from engine.testing import ConnectorSuite, ShadowExecutor, make_core
     store = make("connector", sys.argv[1], json.loads(sys.argv[2]))
     core = make_core(connectors=[store], executor=ShadowExecutor(), num_pages=40, page_size=4)
     core.add([at % 97 for at in range(30)], SamplingParams(max_tokens=1), metadata={"kv_role": "prefill"})
@@ -307,3 +307,25 @@ def test_a_real_model_says_the_same_by_every_library():
         assert (request.output, request.cached_tokens) == (expected, 64)
         assert second.stats()[f"connector_{name}_pages_taken"] == 4
     close(first, second)
+
+
+class OfALibrary(ConnectorSuite):
+    """What every connector must do; skipped where its library is not."""
+
+    remembers = False  # it saves for others
+
+    @pytest.fixture(autouse=True)
+    def _here(self):
+        try:
+            make("connector", self.plugin, dict(self.options)).close()
+        except ConfigError as error:
+            pytest.skip(str(error))
+
+
+class TestNixl(OfALibrary):
+    plugin = "nixl"
+    options = LO
+
+
+class TestMooncake(OfALibrary):
+    plugin = "mooncake"
