@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from importlib.metadata import version
 from typing import Any
 from urllib.parse import quote
 
 import httpx
 from fastapi import FastAPI, Request
-from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from engine.plugins.frontends._endpoints import PROMETHEUS, Endpoints, id_of
 from engine.plugins.frontends._errors import HTTPError, as_http
-from engine.plugins.frontends._openai_routes import LARGE_BODY, id_of
-from engine.plugins.frontends._wire import ClientGone, authorize, json_response, read_body, until_gone
+from engine.plugins.frontends._wire import ClientGone, json_response, until_gone
 from engine.proxy.bodies import Wish
 from engine.proxy.choosing import Chooser
 from engine.proxy.fleet import Fleet, none_ready
@@ -28,21 +24,19 @@ from engine.proxy.relay import Relay, unavailable
 
 log = logging.getLogger("engine.proxy")
 
-Handler = Callable[[Request], Awaitable[Response]]
 
-
-class Routes:
+class Routes(Endpoints):
     """The OpenAI interface of a fleet."""
 
     def __init__(self, options: ProxyOptions, fleet: Fleet) -> None:
+        super().__init__(api_key=options.api_key, max_body_bytes=options.max_body_bytes)
         self.options, self.fleet = options, fleet
         self.metrics = Metrics(fleet)
         self.relay = Relay(options, fleet, Chooser(options), self.metrics)
 
     def app(self) -> FastAPI:
         """The ASGI application."""
-        app = FastAPI(title="Sixhooks proxy", version=version("sixhooks"), docs_url=None, redoc_url=None)
-        for path, method, handler, guarded in (
+        routes = (
             ("/v1/chat/completions", "POST", self.generate, True),
             ("/v1/completions", "POST", self.generate, True),
             ("/v1/models", "GET", self.models, True),
@@ -50,18 +44,13 @@ class Routes:
             ("/health", "GET", self.health, False),
             ("/metrics", "GET", self.scrape, False),
             ("/version", "GET", self.version, False),
-        ):
-            app.add_api_route(
-                path, self._safely(handler, guarded), methods=[method], response_model=None, name=handler.__name__
-            )
-        app.add_exception_handler(HTTPException, self._no_route)
-        return app
+        )
+        return self.build("Sixhooks proxy", routes)
 
     async def generate(self, request: Request) -> Response:
         """A completion of text or of a conversation."""
-        body, path = await read_body(request, self.options.max_body_bytes), str(request.scope["path"])
-        parse = Wish.parse
-        wish = await asyncio.to_thread(parse, path, body) if len(body) > LARGE_BODY else parse(path, body)
+        path = str(request.scope["path"])
+        wish = await self.read(request, lambda body: Wish.parse(path, body))
         return Relayed(self, wish, id_of(request))
 
     async def models(self, request: Request) -> Response:
@@ -90,42 +79,18 @@ class Routes:
 
     async def scrape(self, request: Request) -> Response:
         """Prometheus metrics."""
-        return Response(self.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    async def version(self, request: Request) -> Response:
-        """The proxy's version."""
-        return json_response({"version": version("sixhooks")})
+        return Response(self.metrics.render(), media_type=PROMETHEUS)
 
     # ---- around every endpoint
 
-    def _safely(self, handler: Handler, guarded: bool) -> Handler:
-        async def endpoint(request: Request) -> Response:
-            try:
-                if guarded:
-                    authorize(request, self.options.api_key)
-                return await handler(request)
-            except ClientGone:
-                self.metrics.ended("left")
-                return Response(status_code=499)
-            except Exception as error:
-                return self._refusal(request, error)
-
-        endpoint.__doc__ = handler.__doc__
-        return endpoint
-
-    def _refusal(self, request: Request, error: Exception) -> Response:
-        failure = as_http(error)
-        if failure.code == "internal_error":
-            log.error("an endpoint failed", exc_info=error)
+    def refused(self, request: Request, failure: HTTPError) -> None:
+        """Count it by whose fault it is."""
         if request.method == "POST":
             self.metrics.ended("refused" if failure.status < 500 else "failed")
-        return json_response(failure.body(), failure.status, {**failure.headers, "x-request-id": id_of(request)})
 
-    async def _no_route(self, request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        code = "method_not_allowed" if error.status_code == 405 else "not_found"
-        words = f"{error.detail}: {request.method} {request.url.path}"
-        return self._refusal(request, HTTPError(error.status_code, words, code=code, headers=dict(error.headers or {})))
+    def left(self) -> None:
+        """Count it."""
+        self.metrics.ended("left")
 
 
 def asked_path(path: str) -> str:

@@ -6,15 +6,12 @@ import asyncio
 import logging
 import socket
 
-import uvicorn
-
-from engine.core.errors import EngineError
-from engine.plugins.frontends.openai import Server, bind, url_of
+from engine.plugins.frontends._server import bind, serving, url_of
 from engine.proxy.fleet import Fleet
 from engine.proxy.options import ProxyOptions
 from engine.proxy.routes import Routes
 
-ENDED_POLL = 0.01
+SEEN_POLL = 0.01
 
 
 def serve(options: ProxyOptions) -> int:
@@ -33,22 +30,10 @@ def serve(options: ProxyOptions) -> int:
 
 async def _serve(options: ProxyOptions, sock: socket.socket) -> int:
     async with Fleet(options) as fleet:
-        server = Server(
-            uvicorn.Config(
-                Routes(options, fleet).app(),
-                log_level="warning",
-                access_log=False,
-                lifespan="off",
-                timeout_graceful_shutdown=options.shutdown_grace,  # type: ignore[arg-type]  # any number works
-            )
-        )
-        serving = asyncio.create_task(server.serve([sock]))
-        with server.signals():
-            while not ((server.started and not fleet.unseen) or serving.done()):
-                await asyncio.sleep(ENDED_POLL)
-            if serving.done():  # it never listened
-                await serving
-                raise EngineError("the HTTP server ended before it listened")
-            print(f"listening on {url_of(sock)}", flush=True)
-            await serving
+        app = Routes(options, fleet).app()
+        async with serving(app, sock, grace=options.shutdown_grace) as (_, task):
+            while fleet.unseen and not task.done():
+                await asyncio.sleep(SEEN_POLL)
+            if not task.done():
+                print(f"listening on {url_of(sock)}", flush=True)
     return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
@@ -14,10 +14,10 @@ from engine.core.cache_events import CacheBatch, TooOld, plain
 from engine.core.errors import InvalidRequest
 from engine.core.serve.cache import CacheReader
 from engine.core.serve.client import AsyncEngine
+from engine.plugins.frontends._endpoints import Route
 from engine.plugins.frontends._errors import HTTPError
 from engine.plugins.frontends._wire import EventStream, json_response, read_body
 
-Route = tuple[str, str, Callable[[Request], Awaitable[Response]], bool]
 MAX_SEQUENCE = 2**63
 
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import re
 import secrets
 import time
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
-from importlib.metadata import version
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator
+from typing import Any
 
 from fastapi import FastAPI, Request
-from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from engine.core.errors import EngineError
@@ -22,7 +17,8 @@ from engine.core.serve.client import AsyncEngine
 from engine.core.serve.streams import Gather, Group
 from engine.plugins.frontends._about import about, health_of
 from engine.plugins.frontends._cache_routes import CacheRoutes
-from engine.plugins.frontends._errors import HTTPError, as_http, failed, too_late
+from engine.plugins.frontends._endpoints import PROMETHEUS, Endpoints, id_of
+from engine.plugins.frontends._errors import HTTPError, failed, too_late
 from engine.plugins.frontends._metrics import Metrics
 from engine.plugins.frontends._openai_answers import Answers, ChatAnswers
 from engine.plugins.frontends._openai_docs import describe_bodies
@@ -35,30 +31,22 @@ from engine.plugins.frontends._openai_tokens import (
     rendered,
     tokenize,
 )
-from engine.plugins.frontends._wire import ClientGone, EventStream, authorize, json_response, read_body, until_gone
+from engine.plugins.frontends._wire import EventStream, json_response, until_gone
 
 log = logging.getLogger(__name__)
 
-LARGE_BODY = 16 * 1024  # bytes; larger ones are parsed, tokenised and checked in a thread
-REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
-CLIENT_CLOSED = 499
 
-T = TypeVar("T")
-Handler = Callable[[Request], Awaitable[Response]]
-
-
-class Routes:
+class Routes(Endpoints):
     """The OpenAI interface of one engine."""
 
     def __init__(
         self, engine: AsyncEngine, *, name: str, api_key: str | None, max_body_bytes: int, slow_reader_s: float
     ) -> None:
+        super().__init__(api_key=api_key, max_body_bytes=max_body_bytes)
         self.engine = engine
         self.name = name
         self.metrics = Metrics()
         self._names = {name, engine.config.model, engine.model.name}
-        self._key = api_key
-        self._max_body = max_body_bytes
         self._patience = slow_reader_s
         self._created = int(time.time())
         self._preparer = Preparer(engine, name, self._check_model)
@@ -66,9 +54,8 @@ class Routes:
 
     def app(self) -> FastAPI:
         """The ASGI application."""
-        cache = CacheRoutes(self.engine, max_body_bytes=self._max_body, patience=self._patience, failure=self._failure)
-        app = FastAPI(title="Sixhooks", version=version("sixhooks"), docs_url=None, redoc_url=None)
-        for path, method, handler, guarded in (
+        cache = CacheRoutes(self.engine, max_body_bytes=self._max_body, patience=self._patience, failure=self.failure)
+        routes = (
             ("/v1/chat/completions", "POST", self.chat, True),
             ("/v1/completions", "POST", self.completions, True),
             ("/v1/chat/completions/render", "POST", self.render_chat, True),
@@ -82,11 +69,8 @@ class Routes:
             ("/metrics", "GET", self.scrape, False),
             ("/version", "GET", self.version, False),
             *cache.routes(),
-        ):
-            app.add_api_route(
-                path, self._safely(handler, guarded), methods=[method], response_model=None, name=handler.__name__
-            )
-        app.add_exception_handler(HTTPException, self._no_route)
+        )
+        app = self.build("Sixhooks", routes)
         describe_bodies(app)
         return app
 
@@ -116,7 +100,7 @@ class Routes:
             self._check_model(wish.model or self.name)
             return tokenize(self.engine, wish)
 
-        return json_response(await self._read(request, work))
+        return json_response(await self.read(request, work))
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
@@ -126,7 +110,7 @@ class Routes:
             self._check_model(wish.model or self.name)
             return detokenize(self.engine, wish)
 
-        return json_response(await self._read(request, work))
+        return json_response(await self.read(request, work))
 
     async def models(self, request: Request) -> Response:
         """The served model, with the length limit that is enforced and the tokens that the whole KV pool holds."""
@@ -156,11 +140,7 @@ class Routes:
             log.warning("metrics without the engine's part: %s", error)
             snapshot.stats = None
         snapshot.accepted, snapshot.ended = self.engine.ledger.accepted, dict(self.engine.ledger.ended)
-        return Response(self.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    async def version(self, request: Request) -> Response:
-        """The engine's version."""
-        return json_response({"version": version("sixhooks")})
+        return Response(self.metrics.render(), media_type=PROMETHEUS)
 
     # ---- generation
 
@@ -179,12 +159,7 @@ class Routes:
         return json_response(answers.whole(completions), headers=headers)
 
     async def _prepared(self, request: Request, schema: type[Sampling]) -> Job:
-        return await self._read(request, lambda body: self._preparer.prepare(body, schema, id_of(request)))
-
-    async def _read(self, request: Request, work: Callable[[bytes], T]) -> T:
-        """What ``work`` makes of the body: in a thread where that may take a while."""
-        body = await read_body(request, self._max_body)
-        return await asyncio.to_thread(work, body) if len(body) > LARGE_BODY else work(body)
+        return await self.read(request, lambda body: self._preparer.prepare(body, schema, id_of(request)))
 
     async def _collect(self, group: Group) -> list[Completion]:
         """All choices to their end. Raises ``HTTPError`` where the engine gave up on one."""
@@ -221,7 +196,7 @@ class Routes:
                 if chunk.text or chunk.logprobs or chunk.finish_reason is not None:
                     yield answers.piece(index, chunk)
         except Exception as error:
-            yield self._failure(error).body()
+            yield self.failure(error).body()
             return
         last = answers.last([ends[index] for index in range(len(group.streams))])
         if last is not None:
@@ -230,37 +205,11 @@ class Routes:
 
     # ---- around every endpoint
 
-    def _safely(self, handler: Handler, guarded: bool) -> Handler:
-        async def endpoint(request: Request) -> Response:
-            try:
-                if guarded:
-                    authorize(request, self._key)
-                return await handler(request)
-            except ClientGone:
-                return Response(status_code=CLIENT_CLOSED)
-            except Exception as error:
-                return self._refusal(request, error)
-
-        endpoint.__doc__ = handler.__doc__
-        return endpoint
-
-    def _refusal(self, request: Request, error: Exception) -> Response:
-        failure = self._failure(error)
-        headers = {**failure.headers, "x-request-id": id_of(request)}
-        return json_response(failure.body(), failure.status, headers)
-
-    def _failure(self, error: Exception) -> HTTPError:
-        failure = as_http(error)
+    def failure(self, error: Exception) -> HTTPError:
+        """As everywhere; counted, also where it is the last event of a stream."""
+        failure = super().failure(error)
         self.metrics.snapshot.refused[str(failure.status)] += 1
-        if failure.code == "internal_error":
-            log.error("an endpoint failed", exc_info=error)
         return failure
-
-    async def _no_route(self, request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        code = "method_not_allowed" if error.status_code == 405 else "not_found"
-        words = f"{error.detail}: {request.method} {request.url.path}"
-        return self._refusal(request, HTTPError(error.status_code, words, code=code, headers=dict(error.headers or {})))
 
     def _check_model(self, name: str) -> None:
         if name not in self._names:
@@ -282,12 +231,3 @@ class Routes:
             "max_model_len": limits.max_model_len,
             "kv_pool_tokens": limits.pool_tokens,
         }
-
-
-def id_of(request: Request) -> str:
-    """The client's ``X-Request-Id`` if it can be echoed in a header, else one of ours; the same whenever asked."""
-    if not hasattr(request.state, "id"):
-        wanted = request.headers.get("x-request-id", "")
-        request.state.id = wanted if REQUEST_ID.fullmatch(wanted) else uuid.uuid4().hex
-    own: str = request.state.id
-    return own

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import signal
 import socket
-import threading
-from collections.abc import Iterator
 from typing import ClassVar
 
-import uvicorn
 from fastapi import FastAPI
 from pydantic import Field
 
-from engine.core.errors import ConfigError, EngineError
+from engine.core.errors import ConfigError
 from engine.core.protocols import Frontend, PluginOptions
 from engine.core.serve.client import AsyncEngine
 from engine.plugins.frontends._openai_routes import Routes
+from engine.plugins.frontends._server import Server, bind, serving, url_of
 
 WATCH_SECONDS = 0.2
 EXIT_ENGINE_DEAD = 1
@@ -69,63 +65,17 @@ class OpenAIFrontend(Frontend):
 
     async def _serve(self, engine: AsyncEngine, sock: socket.socket, app: FastAPI) -> int:
         options: OpenAIOptions = self.options
-        server = Server(
-            uvicorn.Config(
-                app,
-                log_level="warning",
-                access_log=False,
-                lifespan="off",
-                timeout_graceful_shutdown=options.shutdown_grace_s,  # type: ignore[arg-type]  # any number works
-            )
-        )
-        serving = asyncio.create_task(server.serve([sock]))
-        with server.signals():
-            while not (server.started or serving.done()):
-                await asyncio.sleep(0.01)
-            if serving.done():  # it never listened
-                await serving
-                raise EngineError("the HTTP server ended before it listened")
+        async with serving(app, sock, grace=options.shutdown_grace_s) as (server, task):
             print(f"listening on {url_of(sock)} (described at {url_of(sock)}/openapi.json)", flush=True)
-            code = await watch(engine, server, serving, options.engine_death_grace_s)
-            await serving
-        return code
+            return await watch(engine, server, task, options.engine_death_grace_s)
 
 
-class Server(uvicorn.Server):
-    """uvicorn without its own signal handling, which would end the process by the signal instead of exit code 0."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave signals to ``signals``."""
-        yield
-
-    @contextlib.contextmanager
-    def signals(self) -> Iterator[None]:
-        """While inside: the first SIGINT or SIGTERM ends gracefully, the second at once."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        loop = asyncio.get_running_loop()
-        handled = (signal.SIGINT, signal.SIGTERM)
-        for number in handled:
-            loop.add_signal_handler(number, self._on_signal)
-        try:
-            yield
-        finally:
-            for number in handled:
-                loop.remove_signal_handler(number)
-
-    def _on_signal(self) -> None:
-        self.force_exit = self.should_exit
-        self.should_exit = True
-
-
-async def watch(engine: AsyncEngine, server: uvicorn.Server, serving: asyncio.Task[None], grace: float) -> int:
-    """Wait for the end, which is also that of the task ``serving``. A dead engine does not come back: clients are told
+async def watch(engine: AsyncEngine, server: Server, task: asyncio.Task[None], grace: float) -> int:
+    """Wait for the end, which is also that of ``task``. A dead engine does not come back: clients are told
     for a while, then a supervisor must act."""
     loop = asyncio.get_running_loop()
     died_at: float | None = None
-    while not (server.should_exit or serving.done()):
+    while not (server.should_exit or task.done()):
         await asyncio.sleep(WATCH_SECONDS)
         if engine.health().ok:
             continue
@@ -133,27 +83,3 @@ async def watch(engine: AsyncEngine, server: uvicorn.Server, serving: asyncio.Ta
         if loop.time() - died_at >= grace:
             server.should_exit = True
     return 0 if died_at is None else EXIT_ENGINE_DEAD
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens on the address. Raises ``ConfigError``."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        sock = socket.socket(family, kind, protocol)
-        try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(address)
-            sock.listen(2048)
-        except OSError:
-            sock.close()
-            raise
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
-    sock.setblocking(False)
-    return sock
-
-
-def url_of(sock: socket.socket) -> str:
-    """Where a listening socket is reached."""
-    host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

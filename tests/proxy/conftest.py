@@ -15,7 +15,8 @@ import httpx
 import pytest
 import uvicorn
 
-from engine.plugins.frontends.openai import OpenAIFrontend, Server, bind, url_of
+from engine.plugins.frontends._server import Server, bind, url_of
+from engine.plugins.frontends.openai import OpenAIFrontend
 from engine.proxy.fleet import Fleet
 from engine.proxy.options import Address, ProxyOptions
 from engine.proxy.routes import Routes

@@ -17,7 +17,8 @@ import pytest
 
 from engine import AsyncEngine, ConfigError, EngineConfig, EngineError
 from engine.plugins.frontends._metrics import Metrics
-from engine.plugins.frontends.openai import OpenAIFrontend, Server
+from engine.plugins.frontends._server import Server
+from engine.plugins.frontends.openai import OpenAIFrontend
 
 LONG = {"prompt": [1, 2, 3], "max_tokens": 8000, "temperature": 0}
 GOOD = {"prompt": [1, 2, 3], "max_tokens": 8, "temperature": 0}

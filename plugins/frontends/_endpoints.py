@@ -1,0 +1,111 @@
+"""What stands around the endpoints of every HTTP interface here: the key, request ids, and errors in one language."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import uuid
+from collections.abc import Awaitable, Callable, Iterable
+from importlib.metadata import version
+from typing import TypeVar
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from engine.plugins.frontends._errors import HTTPError, as_http
+from engine.plugins.frontends._wire import ClientGone, authorize, json_response, read_body
+
+log = logging.getLogger(__name__)
+
+LARGE_BODY = 16 * 1024  # bytes; larger ones are parsed, tokenised and checked in a thread
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
+CLIENT_CLOSED = 499
+PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+
+T = TypeVar("T")
+Handler = Callable[[Request], Awaitable[Response]]
+Route = tuple[str, str, Handler, bool]
+"""Path, method, handler, and whether the API key guards it."""
+
+
+class Endpoints:
+    """Base of an interface: ``build`` makes its application. Whatever a handler raises becomes an answer.
+
+    Args:
+        api_key: what guarded routes ask for; ``None``: nobody needs one.
+        max_body_bytes: largest body that ``read`` takes.
+    """
+
+    def __init__(self, *, api_key: str | None, max_body_bytes: int) -> None:
+        self._key, self._max_body = api_key, max_body_bytes
+
+    def build(self, title: str, routes: Iterable[Route]) -> FastAPI:
+        """The ASGI application."""
+        app = FastAPI(title=title, version=version("sixhooks"), docs_url=None, redoc_url=None)
+        for path, method, handler, guarded in routes:
+            app.add_api_route(
+                path, self._safely(handler, guarded), methods=[method], response_model=None, name=handler.__name__
+            )
+        app.add_exception_handler(HTTPException, self._no_route)
+        return app
+
+    async def version(self, request: Request) -> Response:
+        """The engine's version."""
+        return json_response({"version": version("sixhooks")})
+
+    async def read(self, request: Request, work: Callable[[bytes], T]) -> T:
+        """What ``work`` makes of the body: in a thread where that may take a while."""
+        body = await read_body(request, self._max_body)
+        return await asyncio.to_thread(work, body) if len(body) > LARGE_BODY else work(body)
+
+    def failure(self, error: Exception) -> HTTPError:
+        """An error as clients are told of it. Those that are our own fault are logged."""
+        failure = as_http(error)
+        if failure.code == "internal_error":
+            log.error("an endpoint failed", exc_info=error)
+        return failure
+
+    def refused(self, request: Request, failure: HTTPError) -> None:
+        """A request is about to be answered with an error. Nothing by default."""
+
+    def left(self) -> None:
+        """A client has left before its answer began. Nothing by default."""
+
+    # ---- inside
+
+    def _safely(self, handler: Handler, guarded: bool) -> Handler:
+        async def endpoint(request: Request) -> Response:
+            try:
+                if guarded:
+                    authorize(request, self._key)
+                return await handler(request)
+            except ClientGone:
+                self.left()
+                return Response(status_code=CLIENT_CLOSED)
+            except Exception as error:
+                return self._refusal(request, error)
+
+        endpoint.__doc__ = handler.__doc__
+        return endpoint
+
+    def _refusal(self, request: Request, error: Exception) -> Response:
+        failure = self.failure(error)
+        self.refused(request, failure)
+        return json_response(failure.body(), failure.status, {**failure.headers, "x-request-id": id_of(request)})
+
+    async def _no_route(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        code = "method_not_allowed" if error.status_code == 405 else "not_found"
+        words = f"{error.detail}: {request.method} {request.url.path}"
+        return self._refusal(request, HTTPError(error.status_code, words, code=code, headers=dict(error.headers or {})))
+
+
+def id_of(request: Request) -> str:
+    """The client's ``X-Request-Id`` if it can be echoed in a header, else one of ours; the same whenever asked."""
+    if not hasattr(request.state, "id"):
+        wanted = request.headers.get("x-request-id", "")
+        request.state.id = wanted if REQUEST_ID.fullmatch(wanted) else uuid.uuid4().hex
+    own: str = request.state.id
+    return own

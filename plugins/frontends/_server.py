@@ -1,0 +1,103 @@
+"""An application on a socket, by uvicorn, ended by signals of ours."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+
+import uvicorn
+from fastapi import FastAPI
+
+from engine.core.errors import ConfigError, EngineError
+
+STARTED_POLL = 0.01  # seconds between two looks whether it listens
+
+
+class Server(uvicorn.Server):
+    """uvicorn without its own signal handling, which would end the process by the signal instead of exit code 0."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to ``signals``."""
+        yield
+
+    @contextlib.contextmanager
+    def signals(self) -> Iterator[None]:
+        """While inside: the first SIGINT or SIGTERM ends gracefully, the second at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        handled = (signal.SIGINT, signal.SIGTERM)
+        for number in handled:
+            loop.add_signal_handler(number, self._on_signal)
+        try:
+            yield
+        finally:
+            for number in handled:
+                loop.remove_signal_handler(number)
+
+    def _on_signal(self) -> None:
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    app: FastAPI, sock: socket.socket, *, grace: float
+) -> AsyncIterator[tuple[Server, asyncio.Task[None]]]:
+    """Serve ``app`` on a socket. Inside, connections are accepted; leaving waits for the end: a signal, or
+    ``server.should_exit``.
+
+    Args:
+        grace: seconds that open requests have to end then.
+
+    Raises:
+        EngineError: it has ended before it listened.
+    """
+    server = Server(
+        uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=grace,  # type: ignore[arg-type]  # any number works
+        )
+    )
+    task = asyncio.create_task(server.serve([sock]))
+    with server.signals():
+        while not (server.started or task.done()):
+            await asyncio.sleep(STARTED_POLL)
+        if task.done():  # it never listened
+            await task
+            raise EngineError("the HTTP server ended before it listened")
+        yield server, task
+        await task
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that listens on the address. Raises ``ConfigError``."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+            sock.listen(2048)
+        except OSError:
+            sock.close()
+            raise
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    sock.setblocking(False)
+    return sock
+
+
+def url_of(sock: socket.socket) -> str:
+    """Where a listening socket is reached."""
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
