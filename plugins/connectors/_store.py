@@ -198,6 +198,15 @@ class StoreConnector(Connector, ABC):
         if isinstance(error, Unreachable):
             self.health.failed(error)
 
+    def lost(self, error: Exception) -> None:
+        """A look-up failed: whatever it raised, the store as a whole cannot be used. Counts as an error."""
+        self.failed(error if isinstance(error, Unreachable) else Unreachable(f"{type(error).__name__}: {error}"))
+
+    def worked(self) -> None:
+        """It answered."""
+        if self.remote:
+            self.health.worked()
+
     def room(self, page_bytes: int) -> int:
         """Pages that option ``capacity`` holds. Raises ``ConfigError`` where that is none."""
         pages = parse_bytes(self.options.capacity) // max(1, page_bytes)
@@ -217,10 +226,9 @@ class StoreConnector(Connector, ABC):
             count, costs = self.look(wish.keys)
             self.touch(wish.keys[:count])
         except Exception as error:
-            self.failed(error if isinstance(error, Unreachable) else Unreachable(f"{type(error).__name__}: {error}"))
+            self.lost(error)
             return TransferEvent(wish.id, "found")
-        if self.remote:
-            self.health.worked()
+        self.worked()
         size = self._page_size
         costs = tuple((pages * size, seconds) for pages, seconds in costs)
         return TransferEvent(wish.id, "found", tokens=count * size, costs=costs)
@@ -250,8 +258,7 @@ class StoreConnector(Connector, ABC):
         except Exception as error:
             self.failed(error)
             return f"{type(error).__name__}: {error}"
-        if self.remote:
-            self.health.worked()
+        self.worked()
         return reason
 
     def _loaded(self, job: Job, wish: Transfer, keys: Sequence[bytes]) -> str:
