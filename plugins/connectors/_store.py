@@ -198,6 +198,12 @@ class StoreConnector(Connector, ABC):
         if isinstance(error, Unreachable):
             self.health.failed(error)
 
+    def count(self, *, hits: int = 0, kept: int = 0) -> None:
+        """Count pages given and taken. Mutates; from any thread."""
+        with self._counting:
+            self.hits += hits
+            self.kept += kept
+
     def lost(self, error: Exception) -> None:
         """A look-up failed: whatever it raised, the store as a whole cannot be used. Counts as an error."""
         self.failed(error if isinstance(error, Unreachable) else Unreachable(f"{type(error).__name__}: {error}"))
@@ -271,7 +277,7 @@ class StoreConnector(Connector, ABC):
             with job.touching():
                 self._layout.write(wish.pages[job.at], content)
                 job.at += 1
-            self.hits += 1
+            self.count(hits=1)
         else:
             if len(pages) >= len(keys):
                 return ""
@@ -289,8 +295,7 @@ class StoreConnector(Connector, ABC):
         except KeptInPart as error:
             self.failed(error)
             kept, job.wrong = error.kept, str(error)
-        with self._counting:
-            self.kept += kept
+        self.count(kept=kept)
         job.at += len(keys)
         return ""
 

@@ -66,7 +66,7 @@ class Tier:
             return []
         if good:
             self.pace.add(len(good), time.monotonic() - began)
-            self.store.hits += len(good)
+            self.store.count(hits=len(good))
         return good
 
     def keep(self, keys: Sequence[bytes], read: Callable[[int], Bytes]) -> tuple[int, str]:
@@ -86,7 +86,7 @@ class Tier:
         except Exception as error:
             self.store.failed(error)
             return 0, self._words(error)
-        self.store.kept += len(places)
+        self.store.count(kept=len(places))
         self.store.worked()
         return len(places), ""
 
