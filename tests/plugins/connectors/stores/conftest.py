@@ -11,13 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.core import Selection
+from engine.core import SamplingParams
 from engine.core.memory import KVLayout
 from engine.core.plan import Transfer
-from engine.core.registry import Registry, build
+from engine.core.registry import make
+from engine.testing import ShadowExecutor, make_core
 
 PAGES = 12
 LONGEST = 20.0  # seconds after which a test gives up
+PROMPT = [at % 97 for at in range(30)]
 
 
 class Where:
@@ -49,22 +51,48 @@ def opened(tmp_path):
     """Opens stores (by name, or one that was made), and closes them in the end."""
     stores = []
 
-    def make(name, layout, **options):
+    def opened_one(name, layout, **options):
         if name == "file":
             options = {"root": str(tmp_path), **options}
-        store = (
-            build(Registry().select("connector", name), Selection(name=name, options=options))
-            if isinstance(name, str)
-            else name
-        )
+        store = make("connector", name, options) if isinstance(name, str) else name
         stores.append(store)
         store.start(Where)
         store.register(layout)
         return store
 
-    yield make
+    yield opened_one
     for store in stores:
         store.close()
+
+
+@pytest.fixture
+def engine_over():
+    """Makes engines whose pages tell whose they are, with one store (by name) as their tier; closes them in the end."""
+    made = []
+
+    def engine(name, **options):
+        made.append(make_core(connectors=[make("connector", name, options)], executor=ShadowExecutor(), num_pages=40))
+        return made[-1]
+
+    yield engine
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def answer():
+    """Of a request alone: its output, and how much of its prompt came from somewhere."""
+
+    def answered(core, tokens=PROMPT, **more):
+        core.kv.reset()
+        request = core.add(tokens, SamplingParams(max_tokens=6), **more)
+        while core.has_work:
+            core.step()
+        assert core.executor.mismatch is None
+        assert core.pool.num_fenced == 0
+        return list(request.output), request.cached_tokens
+
+    return answered
 
 
 @pytest.fixture
