@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import Field, SecretStr
 
-from engine.core.config import parse_bytes
-from engine.core.errors import ConfigError
+from engine.core.config import Size
 from engine.core.protocols import PluginOptions
 
 
@@ -38,13 +37,4 @@ class HandOffOptions(PluginOptions):
 class StagedOptions(HandOffOptions):
     """Of those whose library may write late: bytes come into a staging area first."""
 
-    staging: str = Field("64MiB", description="memory that the library writes to; at least a page of KV")
-
-    @field_validator("staging")
-    @classmethod
-    def _a_size(cls, value: str) -> str:
-        try:
-            parse_bytes(value)
-        except ConfigError as error:
-            raise ValueError(str(error)) from error
-        return value
+    staging: Size = Field("64MiB", description="memory that the library writes to; at least a page of KV")

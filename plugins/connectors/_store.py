@@ -198,6 +198,21 @@ class StoreConnector(Connector, ABC):
         if isinstance(error, Unreachable):
             self.health.failed(error)
 
+    def count(self, *, hits: int = 0, kept: int = 0) -> None:
+        """Count pages given and taken. Mutates; from any thread."""
+        with self._counting:
+            self.hits += hits
+            self.kept += kept
+
+    def lost(self, error: Exception) -> None:
+        """A look-up failed: whatever it raised, the store as a whole cannot be used. Counts as an error."""
+        self.failed(error if isinstance(error, Unreachable) else Unreachable(f"{type(error).__name__}: {error}"))
+
+    def worked(self) -> None:
+        """It answered."""
+        if self.remote:
+            self.health.worked()
+
     def room(self, page_bytes: int) -> int:
         """Pages that option ``capacity`` holds. Raises ``ConfigError`` where that is none."""
         pages = parse_bytes(self.options.capacity) // max(1, page_bytes)
@@ -217,10 +232,9 @@ class StoreConnector(Connector, ABC):
             count, costs = self.look(wish.keys)
             self.touch(wish.keys[:count])
         except Exception as error:
-            self.failed(error if isinstance(error, Unreachable) else Unreachable(f"{type(error).__name__}: {error}"))
+            self.lost(error)
             return TransferEvent(wish.id, "found")
-        if self.remote:
-            self.health.worked()
+        self.worked()
         size = self._page_size
         costs = tuple((pages * size, seconds) for pages, seconds in costs)
         return TransferEvent(wish.id, "found", tokens=count * size, costs=costs)
@@ -250,8 +264,7 @@ class StoreConnector(Connector, ABC):
         except Exception as error:
             self.failed(error)
             return f"{type(error).__name__}: {error}"
-        if self.remote:
-            self.health.worked()
+        self.worked()
         return reason
 
     def _loaded(self, job: Job, wish: Transfer, keys: Sequence[bytes]) -> str:
@@ -264,7 +277,7 @@ class StoreConnector(Connector, ABC):
             with job.touching():
                 self._layout.write(wish.pages[job.at], content)
                 job.at += 1
-            self.hits += 1
+            self.count(hits=1)
         else:
             if len(pages) >= len(keys):
                 return ""
@@ -282,8 +295,7 @@ class StoreConnector(Connector, ABC):
         except KeptInPart as error:
             self.failed(error)
             kept, job.wrong = error.kept, str(error)
-        with self._counting:
-            self.kept += kept
+        self.count(kept=kept)
         job.at += len(keys)
         return ""
 

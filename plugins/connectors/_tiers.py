@@ -5,16 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 from engine.core.memory import Bytes
 from engine.core.pace import Line
-from engine.plugins.connectors._health import Unreachable
 from engine.plugins.connectors._store import StoreConnector
 
 TURNS = 8  # changes of tier within one prefix that are looked for; what is beyond is not found
 UNDER_WAY = 128 * 2**20  # bytes that wait for being copied to another tier; what is beyond is not copied
-T = TypeVar("T")
 
 
 class Tier:
@@ -37,10 +34,12 @@ class Tier:
         if not self.ready:
             return 0
         try:
-            return self._worked(self.store.has_many(keys))
+            count = self.store.has_many(keys)
         except Exception as error:
-            self._lost(error)
+            self.store.lost(error)
             return 0
+        self.store.worked()
+        return count
 
     def has(self, key: bytes) -> bool:
         """Whether the page is there, of a tier that can say so at once."""
@@ -53,7 +52,9 @@ class Tier:
             return good
         began = time.monotonic()
         try:
-            for content in self._worked(self.store.get_many(keys)):
+            pages = self.store.get_many(keys)
+            self.store.worked()
+            for content in pages:
                 if content is None:
                     break
                 if isinstance(content, Exception):
@@ -61,11 +62,11 @@ class Tier:
                     break
                 good.append(content)
         except Exception as error:
-            self._lost(error)
+            self.store.lost(error)
             return []
         if good:
             self.pace.add(len(good), time.monotonic() - began)
-            self.store.hits += len(good)
+            self.store.count(hits=len(good))
         return good
 
     def keep(self, keys: Sequence[bytes], read: Callable[[int], Bytes]) -> tuple[int, str]:
@@ -75,7 +76,8 @@ class Tier:
         try:
             places = self.store.lacking(keys)
         except Exception as error:
-            return 0, self._lost(error)
+            self.store.lost(error)
+            return 0, self._words(error)
         if not places:
             return 0, ""
         contents = [read(at) for at in places]
@@ -83,9 +85,9 @@ class Tier:
             self.store.put_many([keys[at] for at in places], contents)
         except Exception as error:
             self.store.failed(error)
-            return 0, f"{self.name}: {type(error).__name__}: {error}"
-        self.store.kept += len(places)
-        self._worked(None)
+            return 0, self._words(error)
+        self.store.count(kept=len(places))
+        self.store.worked()
         return len(places), ""
 
     def stats(self) -> dict[str, int | float]:
@@ -94,15 +96,8 @@ class Tier:
         numbers = {**self.store.stats(), "load_latency_seconds": latency, "load_seconds_per_page": slope}
         return {f"{self.name}_{name}": value for name, value in numbers.items()}
 
-    def _lost(self, error: Exception) -> str:
-        words = f"{type(error).__name__}: {error}"
-        self.store.failed(error if isinstance(error, Unreachable) else Unreachable(words))
-        return f"{self.name}: {words}"
-
-    def _worked(self, answer: T) -> T:
-        if self.store.remote:
-            self.store.health.worked()
-        return answer
+    def _words(self, error: Exception) -> str:
+        return f"{self.name}: {type(error).__name__}: {error}"
 
 
 def where(tiers: Sequence[Tier], keys: Sequence[bytes]) -> list[tuple[Tier, int]]:

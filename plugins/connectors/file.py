@@ -78,10 +78,11 @@ class FileStore(StoreConnector):
         found: list[Bytes | Exception | None] = []
         for key in keys:
             try:
-                found.append(self._read(key))
+                content = self._read(key)
             except (OSError, DamagedPage) as error:
-                found.append(error)
-            if not hasattr(found[-1], "nbytes"):
+                return [*found, error]
+            found.append(content)
+            if content is None:
                 break
         return found
 

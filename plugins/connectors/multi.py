@@ -18,7 +18,7 @@ from pydantic import Field
 from engine.core.errors import ConfigError, suggest
 from engine.core.memory import Bytes, KVLayout
 from engine.core.protocols import Connector, ModelInfo
-from engine.plugins.connectors._store import MOST_KEYS, KeptInPart, StoreConnector, StoreOptions
+from engine.plugins.connectors._store import KeptInPart, StoreConnector, StoreOptions
 from engine.plugins.connectors._tiers import Copies, Tier, stretch, where
 
 SEEN = 200_000  # keys whose uses are counted
@@ -241,13 +241,12 @@ class MultiStore(StoreConnector):
 
     def _spread(self, place: int, keys: Sequence[bytes], pages: Sequence[Bytes]) -> None:
         """What was read from a tier is copied up, and down where it was used often enough by now."""
-        targets = list(range(place)) if self.options.promote else []
-        for target in targets:
-            self._copies.begin(self._tiers[target], list(keys), list(pages))
+        for tier in self._tiers[:place] if self.options.promote else ():
+            self._copies.begin(tier, keys, pages)
         if self.options.write == "selective":
             chosen = [at for at, yes in enumerate(self._used(keys)) if yes]
-            for target in range(place + 1, len(self._tiers)) if chosen else ():
-                self._copies.begin(self._tiers[target], [keys[at] for at in chosen], [pages[at] for at in chosen])
+            for tier in self._tiers[place + 1 :] if chosen else ():
+                self._copies.begin(tier, [keys[at] for at in chosen], [pages[at] for at in chosen])
 
     def _prefetch(self, keys: Sequence[bytes]) -> None:
         """Fetch into the first tier what those below have, a slice at a time."""
@@ -258,7 +257,7 @@ class MultiStore(StoreConnector):
         left = list(keys)
 
         def task() -> bool:
-            part = left[: min(self._slice, MOST_KEYS)]
+            part = left[: self._slice]
             got: list[Bytes] = []
             for tier in self._tiers[1:]:
                 got += tier.get_many(part[len(got) :])

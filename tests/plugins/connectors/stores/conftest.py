@@ -6,19 +6,20 @@ import shutil
 import socket
 import subprocess
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from engine.core import Selection
+from engine.core import SamplingParams
 from engine.core.memory import KVLayout
 from engine.core.plan import Transfer
-from engine.core.registry import Registry, build
+from engine.core.registry import make
+from engine.testing import ShadowExecutor, make_core
 
 PAGES = 12
 LONGEST = 20.0  # seconds after which a test gives up
+PROMPT = [at % 97 for at in range(30)]
 
 
 class Where:
@@ -50,22 +51,48 @@ def opened(tmp_path):
     """Opens stores (by name, or one that was made), and closes them in the end."""
     stores = []
 
-    def make(name, layout, **options):
+    def opened_one(name, layout, **options):
         if name == "file":
             options = {"root": str(tmp_path), **options}
-        store = (
-            build(Registry().select("connector", name), Selection(name=name, options=options))
-            if isinstance(name, str)
-            else name
-        )
+        store = make("connector", name, options) if isinstance(name, str) else name
         stores.append(store)
         store.start(Where)
         store.register(layout)
         return store
 
-    yield make
+    yield opened_one
     for store in stores:
         store.close()
+
+
+@pytest.fixture
+def engine_over():
+    """Makes engines whose pages tell whose they are, with one store (by name) as their tier; closes them in the end."""
+    made = []
+
+    def engine(name, **options):
+        made.append(make_core(connectors=[make("connector", name, options)], executor=ShadowExecutor(), num_pages=40))
+        return made[-1]
+
+    yield engine
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def answer():
+    """Of a request alone: its output, and how much of its prompt came from somewhere."""
+
+    def answered(core, tokens=PROMPT, **more):
+        core.kv.reset()
+        request = core.add(tokens, SamplingParams(max_tokens=6), **more)
+        while core.has_work:
+            core.step()
+        assert core.executor.mismatch is None
+        assert core.pool.num_fenced == 0
+        return list(request.output), request.cached_tokens
+
+    return answered
 
 
 @pytest.fixture
@@ -103,42 +130,50 @@ def free_port():
         return one.getsockname()[1]
 
 
-@dataclass
-class Master:
-    """A Mooncake master, which can be stopped and started anew (it knows of nothing then)."""
+class Server:
+    """A program that tests stop, and start anew: it knows of nothing then."""
 
-    port: int = 0
     process: subprocess.Popen | None = None
 
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+    def begin(self, command, up, **pipes):
+        """Start it, and wait until ``up()``."""
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, **pipes)
+        until = time.monotonic() + LONGEST
+        while not up():
+            assert time.monotonic() < until, f"{Path(command[0]).name} does not come up"
+            time.sleep(0.01)
 
-    def run(self) -> None:
+    def stop(self):
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+
+class Master(Server):
+    """A Mooncake master."""
+
+    def __init__(self):
+        self.port = free_port()
+        self.address = f"127.0.0.1:{self.port}"
+
+    def run(self):
         import mooncake
 
-        self.port = self.port or free_port()
         command = [
             str(Path(next(iter(mooncake.__path__))) / "mooncake_master"),
             f"--rpc_port={self.port}",
             "--rpc_address=127.0.0.1",
             f"--metrics_port={free_port()}",
         ]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        until = time.monotonic() + LONGEST
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
-                return
-            except OSError:
-                assert time.monotonic() < until, "mooncake_master does not come up"
-                time.sleep(0.02)
+        self.begin(command, self.up, stderr=subprocess.DEVNULL)
 
-    def stop(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            self.process = None
+    def up(self):
+        try:
+            socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
+        except OSError:
+            return False
+        return True
 
 
 @pytest.fixture
@@ -151,42 +186,28 @@ def master():
     one.stop()
 
 
-@dataclass
-class RedisServer:
-    """A server on a unix socket, which can be stopped and started anew (empty)."""
+class RedisServer(Server):
+    """A Redis server on a unix socket."""
 
-    folder: str
-    process: subprocess.Popen | None = None
-    options: tuple[str, ...] = field(default=())
+    def __init__(self, folder):
+        self.folder = folder
+        self.url = f"unix://{folder}/redis.sock"
 
-    @property
-    def url(self) -> str:
-        return f"unix://{self.folder}/redis.sock"
+    def run(self, *options):
+        command = ["redis-server", "--port", "0", "--unixsocket", f"{self.folder}/redis.sock", "--save", ""]
+        self.begin([*command, "--dir", self.folder, *options], self.up)
 
-    def run(self, *options: str) -> None:
+    def up(self):
         import redis
 
-        command = ["redis-server", "--port", "0", "--unixsocket", f"{self.folder}/redis.sock", "--save", ""]
-        self.process = subprocess.Popen(
-            [*command, "--dir", self.folder, *(options or self.options)], stdout=subprocess.DEVNULL
-        )
-        until = time.monotonic() + LONGEST
-        while True:
-            try:
-                with redis.Redis.from_url(self.url) as client:
-                    client.ping()
-                return
-            except redis.AuthenticationError:
-                return
-            except redis.ConnectionError:
-                assert time.monotonic() < until, "redis-server does not come up"
-                time.sleep(0.01)
-
-    def stop(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            self.process = None
+        try:
+            with redis.Redis.from_url(self.url) as client:
+                client.ping()
+        except redis.AuthenticationError:
+            return True
+        except redis.ConnectionError:
+            return False
+        return True
 
 
 @pytest.fixture

@@ -8,12 +8,10 @@ import sys
 
 import pytest
 
-from engine.core import ConfigError, EngineConfig, SamplingParams, assemble
+from engine.core import ConfigError, EngineConfig, assemble
 from engine.core.plan import Transfer
-from engine.core.registry import make
-from engine.testing import ConnectorSuite, ShadowExecutor, make_core
+from engine.testing import ConnectorSuite
 
-PROMPT = [at % 97 for at in range(30)]
 SMALL = {"segment": "16MiB", "buffer": "16MiB"}
 
 
@@ -28,29 +26,9 @@ def store(master, opened, memory):
 
 
 @pytest.fixture
-def core(master):
-    """An engine whose pages tell whose they are, with the store as its tier."""
-    made = []
-
-    def of(**options):
-        connector = make("connector", "mooncake-store", {"master": master.address, **SMALL, **options})
-        made.append(make_core(connectors=[connector], executor=ShadowExecutor(), num_pages=40))
-        return made[-1]
-
-    yield of
-    for one in made:
-        one.close()
-
-
-def answer(core, tokens=PROMPT, **more):
-    """Of a request alone: its output, and how much of its prompt came from somewhere."""
-    core.kv.reset()
-    request = core.add(tokens, SamplingParams(max_tokens=6), **more)
-    while core.has_work:
-        core.step()
-    assert core.executor.mismatch is None
-    assert core.pool.num_fenced == 0
-    return list(request.output), request.cached_tokens
+def core(master, engine_over):
+    """Makes engines with the store as their tier."""
+    return lambda **options: engine_over("mooncake-store", **{"master": master.address, **SMALL, **options})
 
 
 def test_bytes_come_back_as_they_were_for_engines_of_one_kind(store, memory, key, ask):
@@ -95,7 +73,7 @@ def test_wrong_content_under_a_key_is_never_used_and_is_gone_after(how, store, m
     assert (layout.read(7) == layout.read(1)).all()
 
 
-def test_engines_share_what_they_compute_and_a_restart_of_the_master_is_a_miss(core, master, eventually):
+def test_engines_share_what_they_compute_and_a_restart_of_the_master_is_a_miss(core, master, eventually, answer):
     first, second = core(), core()
     cold = answer(first)
     assert cold[1] == 0
@@ -108,7 +86,7 @@ def test_engines_share_what_they_compute_and_a_restart_of_the_master_is_a_miss(c
     assert first.counters.flat()["finished_error"] == 0
 
 
-def test_a_master_that_is_stopped_holds_nobody_up_for_longer_than_patience(core, master):
+def test_a_master_that_is_stopped_holds_nobody_up_for_longer_than_patience(core, master, answer):
     """The library waits for it without end: its threads are given up, and go on when it does."""
     engine = core(patience=1.0)
     cold = answer(engine)
@@ -152,7 +130,7 @@ def test_a_load_that_is_cancelled_while_the_master_hangs_ends_at_once(master, st
     assert (layout.read(5) == before).all()
 
 
-def test_without_a_master_requests_are_computed(core, master):
+def test_without_a_master_requests_are_computed(core, master, answer):
     master.stop()
     engine = core()
     assert answer(engine)[1] == 0

@@ -13,7 +13,7 @@ from engine.core import ConfigError, EngineConfig, SamplingParams, assemble
 from engine.core.config import load_config
 from engine.core.effective import Effective
 from engine.core.plan import Transfer
-from engine.testing import ConnectorSuite, ShadowExecutor, make_core
+from engine.testing import ConnectorSuite
 
 PROMPT = [at % 97 for at in range(30)]
 
@@ -29,36 +29,9 @@ def store(redis_server, opened, memory):
 
 
 @pytest.fixture
-def core(redis_server):
-    """An engine whose pages tell whose they are, with the server as its tier."""
-    made = []
-
-    def make(**options):
-        connector = opened_store(**{"url": redis_server.url, **options})
-        made.append(make_core(connectors=[connector], executor=ShadowExecutor(), num_pages=40))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
-
-
-def opened_store(**options):
-    from engine.core import Selection
-    from engine.core.registry import Registry, build
-
-    return build(Registry().select("connector", "redis"), Selection(name="redis", options=options))
-
-
-def answer(core, tokens=PROMPT, **more):
-    """Of a request alone: its output, and how much of its prompt came from somewhere."""
-    core.kv.reset()
-    request = core.add(tokens, SamplingParams(max_tokens=6), **more)
-    while core.has_work:
-        core.step()
-    assert core.executor.mismatch is None
-    assert core.pool.num_fenced == 0
-    return list(request.output), request.cached_tokens
+def core(redis_server, engine_over):
+    """Makes engines with the server as their tier."""
+    return lambda **options: engine_over("redis", **{"url": redis_server.url, **options})
 
 
 def test_bytes_come_back_as_they_were_and_another_engine_finds_them(store, memory, key, ask):
@@ -134,7 +107,7 @@ def test_b28_engines_of_another_kind_share_a_server_and_never_a_page(store, memo
             assert ask(other, "probe", [key(number)]).tokens == (4 if other is one else 0)
 
 
-def test_two_engines_share_what_they_compute_and_a_restart_of_the_server_is_a_miss(core, redis_server):
+def test_two_engines_share_what_they_compute_and_a_restart_of_the_server_is_a_miss(core, redis_server, answer):
     first, second = core(), core()
     cold = answer(first)
     assert cold[1] == 0
@@ -168,7 +141,7 @@ def test_a_server_that_dies_in_the_middle_of_a_load_costs_the_rest_of_it(redis_s
     assert (layout.read(7) == layout.read(1)).all()
 
 
-def test_a_server_that_is_stopped_holds_nobody_up_for_longer_than_patience(core, redis_server):
+def test_a_server_that_is_stopped_holds_nobody_up_for_longer_than_patience(core, redis_server, answer):
     engine = core(patience=1.0)
     cold = answer(engine)
     os.kill(redis_server.process.pid, signal.SIGSTOP)
@@ -180,7 +153,7 @@ def test_a_server_that_is_stopped_holds_nobody_up_for_longer_than_patience(core,
     assert engine.stats()["connector_redis_outages"] == 1
 
 
-def test_a_full_server_is_a_failed_save_that_is_counted(core, redis_server, store, memory, key, ask):
+def test_a_full_server_is_a_failed_save_that_is_counted(core, redis_server, store, memory, key, ask, answer):
     engine = core()
     redis_server.stop()
     redis_server.run("--maxmemory", "100kb", "--maxmemory-policy", "noeviction")
@@ -217,7 +190,7 @@ def test_of_the_pages_on_a_server_only_the_last_are_told_of(store, key, ask, mon
     assert ask(one, "probe", [key(0)]).tokens == 4, "and found all the same"
 
 
-def test_a_password_is_shown_nowhere(redis_server, core, caplog):
+def test_a_password_is_shown_nowhere(redis_server, core, caplog, answer):
     redis_server.stop()
     redis_server.run("--requirepass", "open sesame")
     url = redis_server.url.replace("unix://", "unix://:wrong-pass-1@")
