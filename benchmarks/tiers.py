@@ -108,6 +108,8 @@ def redis_tier(stack: ExitStack, root: Path) -> dict[str, Any]:
     stack.callback(server.wait)
     stack.callback(server.terminate)
     while not path.exists():
+        if server.poll() is not None:
+            raise RuntimeError(f"redis-server ended with {server.returncode}")
         time.sleep(0.01)
     return {"name": "redis", "url": f"unix://{path}"}
 
