@@ -80,11 +80,7 @@ def roofline(threads: int, numbers: int) -> dict[str, float]:
     n, k, rows = 1536, 576, 480
     memory, x, y = np.zeros(n * k, np.float32), np.ones((rows, k), np.float32), np.empty((rows, n), np.float32)
     spec = LinearSpec(weight=memory.ctypes.data, n=n, k=k)
-    many, best, where = (
-        np.zeros((threads * 4, 2**27 // (threads * 4)), np.float32),
-        np.empty(99, "f4"),
-        np.empty(99, int),
-    )
+    many, where = np.zeros((threads * 4, 2**27 // (threads * 4)), np.float32), np.empty(threads * 4, np.int64)
 
     def least(work: Any, times: int) -> float:
         seconds = []
@@ -95,9 +91,7 @@ def roofline(threads: int, numbers: int) -> dict[str, float]:
         return min(seconds)
 
     product = least(lambda: compiled.linear(ctypes.byref(spec), x.ctypes.data, k, rows, y.ctypes.data, threads), 30)
-    read = least(
-        lambda: compiled.largest(many.ctypes.data, *many.shape, best.ctypes.data, where.ctypes.data, threads), 8
-    )
+    read = least(lambda: compiled.largest(many.ctypes.data, *many.shape, where.ctypes.data, threads), 8)
     return {"gflops": 2 * n * k * rows / product / 1e9, "gbytes": many.nbytes / read / 1e9}
 
 

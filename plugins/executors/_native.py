@@ -100,11 +100,8 @@ def argmax_of(kernels: Kernels) -> Argmax:
 
     def argmax(logits: Tensor) -> Tensor:
         rows, width = logits.shape
-        best, tokens = torch.empty(rows), torch.empty(rows, dtype=torch.long)
-        kernels.largest(logits.data_ptr(), rows, width, best.data_ptr(), tokens.data_ptr(), torch.get_num_threads())
-        unclear = best.isnan()  # the kernel says that there is a NaN, and not where
-        if unclear.any():
-            tokens[unclear] = logits[unclear].isnan().int().argmax(dim=-1)
+        tokens = torch.empty(rows, dtype=torch.long)
+        kernels.largest(logits.data_ptr(), rows, width, tokens.data_ptr(), torch.get_num_threads())
         return tokens
 
     return argmax
