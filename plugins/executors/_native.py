@@ -114,8 +114,7 @@ def padded(kernels: Kernels, columns: int) -> int:
 
 def pack_native(module: nn.Module, kernels: Kernels, format: Format) -> int:
     """Replace every plain ``nn.Linear`` below ``module``. Mutates it; returns how many were replaced."""
-    linears = [child for child in module.modules() if type(child) is nn.Linear]
-    size = sum(padded(kernels, linear.out_features) * linear.in_features + LINE for linear in linears)
-    arena = Arena(size * format.item_bytes + len(linears) * LINE)
-    del linears
+    linears = (child for child in module.modules() if type(child) is nn.Linear)
+    places = (padded(kernels, child.out_features) * child.in_features * format.item_bytes for child in linears)
+    arena = Arena(sum(place + LINE for place in places))
     return pack_linears(module, lambda linear: NativeLinear(linear, kernels, format, arena))

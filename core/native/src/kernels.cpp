@@ -4,7 +4,6 @@
 
 extern "C" {
 
-int kernels_width() { return W; }
 int kernels_lanes() { return LANES; }
 
 void kernels_pack(const float* x, Linear* l) { pack(x, *l); }
