@@ -72,8 +72,8 @@ class Engine:
         return answer
 
 
-def roofline(threads: int, numbers: int) -> dict[str, float]:
-    """GF/s of a product of 480 rows with [1536, 576] in float32, GB/s of reading so many numbers: best of several."""
+def roofline(threads: int) -> dict[str, float]:
+    """GF/s of a product of 480 rows with [1536, 576] in float32, GB/s of reading 2^27 numbers: best of several."""
     from engine.core.native import LinearSpec, kernels
 
     compiled = kernels()
@@ -205,7 +205,7 @@ def main() -> None:
     unknown = [name for name in args.sides if name not in SIDES] + [n for n in args.workloads if n not in WORKLOADS]
     if unknown:
         parser.error(f"unknown: {', '.join(unknown)}")
-    machine = roofline(args.threads, 2**22 if args.quick else 2**27)
+    machine = roofline(args.threads)
     print(f"{args.threads} threads: products {machine['gflops']:.0f} GF/s, memory {machine['gbytes']:.1f} GB/s")
     with engines(args) as sides:
         found = measure(args, sides)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -114,7 +112,7 @@ def test_the_first_of_the_largest_is_found(compiled: Kernels, width: int) -> Non
     assert (where == x.argmax(1)).all()  # numpy's is that of the first NaN, too
 
 
-def test_a_forked_child_computes_too(fresh: Callable[[str], str]) -> None:
+def test_a_forked_child_computes_too() -> None:
     """Its parent's threads are not there."""
     code = """
 import os, ctypes, numpy as np
@@ -130,15 +128,5 @@ if not child:
     os._exit(0 if x[3, where[3]] == 399999 else 1)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    assert fresh(code) == "0"
-
-
-@pytest.fixture
-def fresh() -> Callable[[str], str]:
-    """Run code in a process of its own; returns what it prints."""
-
-    def run(code: str, **options: Any) -> str:
-        done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
-        return done.stdout.strip()
-
-    return run
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "0"
