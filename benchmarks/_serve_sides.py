@@ -59,14 +59,18 @@ class Ours:
         return {**record.result(started, clock()), "said": [record.said[at] for at in range(len(asked))]}
 
 
-class Generate:
-    """transformers' ``generate``: one static batch, prompts padded on the left."""
+class Transformers:
+    """transformers' own model, in so many threads."""
 
     def __init__(self, options: Sequence[str], threads: int) -> None:
         import torch
 
         torch.set_num_threads(threads)
-        self.model = plain_model("sdpa")
+        self.model = plain_model()
+
+
+class Generate(Transformers):
+    """transformers' ``generate``: one static batch, prompts padded on the left."""
 
     def serve(self, asked: Sequence[Asked]) -> dict[str, Any]:
         """All requests at once."""
@@ -92,14 +96,8 @@ class Generate:
         return {**record.result(started, time.perf_counter()), "said": out[:, longest:].tolist()}
 
 
-class Continuous:
+class Continuous(Transformers):
     """transformers' continuous batching: ``generate_batch``."""
-
-    def __init__(self, options: Sequence[str], threads: int) -> None:
-        import torch
-
-        torch.set_num_threads(threads)
-        self.model = plain_model("sdpa")
 
     def serve(self, asked: Sequence[Asked]) -> dict[str, Any]:
         """All requests at once; when tokens came is not known."""
@@ -134,7 +132,7 @@ class VLLM:
         from vllm import LLM, SamplingParams
 
         self.folder = tempfile.TemporaryDirectory()
-        plain_model("sdpa").save_pretrained(self.folder.name)
+        plain_model().save_pretrained(self.folder.name)
         self.params = SamplingParams
         self.llm = LLM(
             self.folder.name, dtype="float32", enforce_eager=True, skip_tokenizer_init=True, max_model_len=4096
@@ -194,7 +192,7 @@ def at_once(asked: Sequence[Asked]) -> None:
         raise ValueError("takes all requests at once, of one length")
 
 
-def plain_model(attention: str) -> Any:
+def plain_model() -> Any:
     """The default model as plain transformers, on the weights that our engine reads."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -205,7 +203,7 @@ def plain_model(attention: str) -> Any:
 
     with GGUFFile(resolve("default").path) as file:
         values = {key: value for key, value in gguf_llama.hf_config(file).items() if key != "model_type"}
-        model = LlamaForCausalLM._from_config(LlamaConfig(**values), attn_implementation=attention)
+        model = LlamaForCausalLM._from_config(LlamaConfig(**values), attn_implementation="sdpa")
         model.load_state_dict({name: torch.from_numpy(array) for name, array in gguf_llama.weights(file)}, strict=False)
     model.tie_weights()
     return model.eval()

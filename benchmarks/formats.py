@@ -74,9 +74,7 @@ def main() -> None:
         outputs = [continued(model, prompt, args.output) for prompt in prompts]
         first = first or (top, outputs)
         pairs = list(zip(outputs, first[1], strict=True))
-        equal = sum(
-            next((at for at, (a, b) in enumerate(zip(*pair, strict=True)) if a != b), args.output) for pair in pairs
-        )
+        equal = sum(common(*pair) for pair in pairs)
         print(
             f"{format.name:<10}{float(loss.exp()):>12.4f}{float((top == first[0]).float().mean()):>10.1%}"
             f"{equal / (args.output * len(pairs)):>13.1%}{sum(a == b for a, b in pairs):>11}/{len(pairs)}"

@@ -72,19 +72,15 @@ class Engine:
         return answer
 
 
-def roofline(threads: int, numbers: int) -> dict[str, float]:
-    """GF/s of a product of 480 rows with [1536, 576] in float32, GB/s of reading so many numbers: best of several."""
+def roofline(threads: int) -> dict[str, float]:
+    """GF/s of a product of 480 rows with [1536, 576] in float32, GB/s of reading 2^27 numbers: best of several."""
     from engine.core.native import LinearSpec, kernels
 
     compiled = kernels()
     n, k, rows = 1536, 576, 480
     memory, x, y = np.zeros(n * k, np.float32), np.ones((rows, k), np.float32), np.empty((rows, n), np.float32)
     spec = LinearSpec(weight=memory.ctypes.data, n=n, k=k)
-    many, best, where = (
-        np.zeros((threads * 4, 2**27 // (threads * 4)), np.float32),
-        np.empty(99, "f4"),
-        np.empty(99, int),
-    )
+    many, where = np.zeros((threads * 4, 2**27 // (threads * 4)), np.float32), np.empty(threads * 4, np.int64)
 
     def least(work: Any, times: int) -> float:
         seconds = []
@@ -95,9 +91,7 @@ def roofline(threads: int, numbers: int) -> dict[str, float]:
         return min(seconds)
 
     product = least(lambda: compiled.linear(ctypes.byref(spec), x.ctypes.data, k, rows, y.ctypes.data, threads), 30)
-    read = least(
-        lambda: compiled.largest(many.ctypes.data, *many.shape, best.ctypes.data, where.ctypes.data, threads), 8
-    )
+    read = least(lambda: compiled.largest(many.ctypes.data, *many.shape, where.ctypes.data, threads), 8)
     return {"gflops": 2 * n * k * rows / product / 1e9, "gbytes": many.nbytes / read / 1e9}
 
 
@@ -211,7 +205,7 @@ def main() -> None:
     unknown = [name for name in args.sides if name not in SIDES] + [n for n in args.workloads if n not in WORKLOADS]
     if unknown:
         parser.error(f"unknown: {', '.join(unknown)}")
-    machine = roofline(args.threads, 2**22 if args.quick else 2**27)
+    machine = roofline(args.threads)
     print(f"{args.threads} threads: products {machine['gflops']:.0f} GF/s, memory {machine['gbytes']:.1f} GB/s")
     with engines(args) as sides:
         found = measure(args, sides)

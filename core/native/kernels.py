@@ -65,7 +65,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "before": (c_void_p, c_void_p, c_int64, *[c_void_p] * 6, c_int),
     "after": (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int),
     "norm": (c_void_p, c_void_p, c_float, c_int64, c_int64, c_void_p),
-    "largest": (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int),
+    "largest": (c_void_p, c_int64, c_int64, c_void_p, c_int),
     "write": (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p),
     "attend": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_float, c_void_p, c_int),
 }

@@ -140,9 +140,9 @@ def _spec(layer: nn.Module) -> LayerSpec:
             if not isinstance(linear, NativeLinear):
                 raise NotFused(f"it has no {path}.{name} in the kernels' layout")
             parts[part] = linear.spec
-    for part, norm in (("q_norm", "q_norm"), ("k_norm", "k_norm")):
-        own = getattr(attention, norm, None)
-        parts[part] = None if own is None else own.weight.data_ptr()
+    for name in ("q_norm", "k_norm"):
+        norm = getattr(attention, name, None)
+        parts[name] = None if norm is None else norm.weight.data_ptr()
     dim = attention.head_dim
     return LayerSpec(
         norm1=layer.input_layernorm.weight.data_ptr(),

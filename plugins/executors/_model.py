@@ -53,9 +53,9 @@ class LoadedModel:
 
         Where nothing is kept the output embedding is not computed at all. KV is written through the active layer.
         """
-        inputs = {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False}
         if self.fused is not None:
             return self.fused.run(ids, positions, keep, current())
+        inputs = {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False}
         if not keep.numel():
             self.module.get_decoder()(**inputs)
             return torch.empty(0, self.vocab_size)

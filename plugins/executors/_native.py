@@ -100,11 +100,8 @@ def argmax_of(kernels: Kernels) -> Argmax:
 
     def argmax(logits: Tensor) -> Tensor:
         rows, width = logits.shape
-        best, tokens = torch.empty(rows), torch.empty(rows, dtype=torch.long)
-        kernels.largest(logits.data_ptr(), rows, width, best.data_ptr(), tokens.data_ptr(), torch.get_num_threads())
-        unclear = best.isnan()  # the kernel says that there is a NaN, and not where
-        if unclear.any():
-            tokens[unclear] = logits[unclear].isnan().int().argmax(dim=-1)
+        tokens = torch.empty(rows, dtype=torch.long)
+        kernels.largest(logits.data_ptr(), rows, width, tokens.data_ptr(), torch.get_num_threads())
         return tokens
 
     return argmax
@@ -117,8 +114,7 @@ def padded(kernels: Kernels, columns: int) -> int:
 
 def pack_native(module: nn.Module, kernels: Kernels, format: Format) -> int:
     """Replace every plain ``nn.Linear`` below ``module``. Mutates it; returns how many were replaced."""
-    linears = [child for child in module.modules() if type(child) is nn.Linear]
-    size = sum(padded(kernels, linear.out_features) * linear.in_features + LINE for linear in linears)
-    arena = Arena(size * format.item_bytes + len(linears) * LINE)
-    del linears
+    linears = (child for child in module.modules() if type(child) is nn.Linear)
+    places = (padded(kernels, child.out_features) * child.in_features * format.item_bytes for child in linears)
+    arena = Arena(sum(place + LINE for place in places))
     return pack_linears(module, lambda linear: NativeLinear(linear, kernels, format, arena))

@@ -81,7 +81,7 @@ class Runner:
                 "attention": attention,
                 "packed_linears": packed,
                 "kernels": self._kernels,
-                "weights": self.options.weights if self._kernels.startswith("compiled") else self.options.dtype,
+                "weights": self.options.dtype if self.options.weights == "float32" else self.options.weights,
                 "threads": computing,
                 "load_seconds": round(time.perf_counter() - started, 3),
             },

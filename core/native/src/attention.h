@@ -95,21 +95,6 @@ template <int R> static inline void values_of(const float* p, const float* const
             }
 }
 
-template <int R, class F> static inline void with_rows(long rows, F&& f) {
-    if constexpr (R > 0) {
-        if (rows == R) f(std::integral_constant<int, R>{});
-        else with_rows<R - 1>(rows, f);
-    }
-}
-template <class F> static inline void in_tiles(long rows, F&& f) {
-    long row = 0;
-    for (long tiles = (rows + ROWS - 1) / ROWS; tiles > 0; tiles--) {
-        long now = (rows - row + tiles - 1) / tiles;
-        with_rows<ROWS>(now, [&](auto r) { f(r, row); });
-        row += now;
-    }
-}
-
 // Memory of one thread.
 struct Desk {
     std::vector<float> q, keys, s, o, total, most, sums, block_most, block_sums;

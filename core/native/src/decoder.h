@@ -92,8 +92,8 @@ static void after_attention(const Layer& l, const float* attended, long rows, fl
     parallel(threads, job);
 }
 
-// The largest number of each row of x [rows, width] and where it first is; NaN where there is one.
-static void largest(const float* x, long rows, long width, float* best, int64_t* where, int threads) {
+// Where the largest number of each row of x [rows, width] first is; in a row with NaN, where the first of those is.
+static void largest(const float* x, long rows, long width, int64_t* where, int threads) {
     auto job = [&](Team& team) {
         team.each(0, rows, [&](long row) {
             const float* at = x + row * width;
@@ -107,12 +107,12 @@ static void largest(const float* x, long rows, long width, float* best, int64_t*
             }
             for (; i < width; i++) m = at[i] > m ? at[i] : m, o += at[i] - at[i];
             for (int lane = 0; lane < W; lane++) m = std::max(m, most[lane]), o += odd[lane];
-            best[row] = m, where[row] = 0;
+            i = width;
             if (o != o)
-                for (i = 0; i < width; i++)
-                    if (at[i] != at[i]) best[row] = at[i];
-            for (i = 0; i < width && at[i] != m;) i++;
-            where[row] = i < width ? i : 0;
+                for (i = 0; i < width && at[i] == at[i];) i++;
+            if (i == width)
+                for (i = 0; i < width && at[i] != m;) i++;
+            where[row] = i;
         });
     };
     parallel(threads, job);

@@ -4,7 +4,6 @@
 
 extern "C" {
 
-int kernels_width() { return W; }
 int kernels_lanes() { return LANES; }
 
 void kernels_pack(const float* x, Linear* l) { pack(x, *l); }
@@ -28,8 +27,8 @@ void kernels_after(const Layer* l, const float* attended, int64_t rows, float* x
 void kernels_norm(const float* x, const float* weight, float eps, int64_t rows, int64_t width, float* y) {
     for (long row = 0; row < rows; row++) normalize(x + row * width, weight, eps, width, y + row * width);
 }
-void kernels_largest(const float* x, int64_t rows, int64_t width, float* best, int64_t* where, int threads) {
-    largest(x, rows, width, best, where, threads);
+void kernels_largest(const float* x, int64_t rows, int64_t width, int64_t* where, int threads) {
+    largest(x, rows, width, where, threads);
 }
 
 void kernels_write(const Batch* b, const float* keys, int64_t k_token, int64_t k_head, const float* values,

@@ -5,6 +5,7 @@
 #pragma once
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 #include "pool.h"
 #include "simd.h"
 
@@ -19,6 +20,22 @@ struct Linear {
 };
 
 static inline long panels_of(const Linear& l) { return (l.n + LANES - 1) / LANES; }
+
+// f(rows, first) for tiles of nearly the same height; `rows` is an integral constant.
+template <int R, class F> static inline void with_rows(long rows, F&& f) {
+    if constexpr (R > 0) {
+        if (rows == R) f(std::integral_constant<int, R>{});
+        else with_rows<R - 1>(rows, f);
+    }
+}
+template <class F> static inline void in_tiles(long rows, F&& f) {
+    long row = 0;
+    for (long tiles = (rows + ROWS - 1) / ROWS; tiles > 0; tiles--) {
+        long now = (rows - row + tiles - 1) / tiles;
+        with_rows<ROWS>(now, [&](auto r) { f(r, row); });
+        row += now;
+    }
+}
 
 template <int R, class T>
 static inline __attribute__((always_inline)) void multiply(const float* x, long ldx, const T* w, long k, vf (&acc)[R][2]) {
@@ -80,8 +97,9 @@ struct Target {
 };
 enum Mode { SET, ADD, GATED };  // GATED: targets are gate and up; y of the first = silu(gate) * up
 
+// Not inlined: all heights in one function would share its registers.
 template <int R>
-static inline void one_tile(const Target* t, Mode mode, long panel, const float* x, long ldx, long row) {
+static __attribute__((noinline)) void one_tile(const Target* t, Mode mode, long panel, const float* x, long ldx, long row) {
     const Linear& l = *t->linear;
     long column = panel * LANES, width = std::min<long>(LANES, l.n - column);
     vf acc[R][2];
@@ -94,23 +112,6 @@ static inline void one_tile(const Target* t, Mode mode, long panel, const float*
                 acc[r][half] = acc[r][half] / (splat(1.0f) + exponential(-acc[r][half])) * up[r][half];
     }
     put<R>(t->y + row * t->ldy + column, t->ldy, width, acc, mode == ADD);
-}
-
-template <int R> static void tile_rows(int rows, const Target* t, Mode mode, long panel, const float* x, long ldx, long row) {
-    if constexpr (R > 0) {
-        if (rows == R) one_tile<R>(t, mode, panel, x, ldx, row);
-        else tile_rows<R - 1>(rows, t, mode, panel, x, ldx, row);
-    }
-}
-
-// Rows first .. last of one panel, in tiles of nearly the same height.
-static inline void panel_rows(const Target* t, Mode mode, long panel, const float* x, long ldx, long first, long last) {
-    long left = last - first, tiles = (left + ROWS - 1) / ROWS;
-    for (long row = first; tiles > 0; tiles--) {
-        long rows = (last - row + tiles - 1) / tiles;
-        tile_rows<ROWS>((int)rows, t, mode, panel, x, ldx, row);
-        row += rows;
-    }
 }
 
 // A part of a job: x [m, k] through the targets' layers; all have the same k. Returns how many tasks that was.
@@ -132,7 +133,7 @@ static long linear(Team& team, int part, const float* x, long ldx, long m, const
         long base = 0;
         for (long at = begin; at < end; at++) {
             while (at - base >= panels_of(*t->linear)) base += panels_of(*t->linear), t += step;
-            panel_rows(t, mode, at - base, x, ldx, first, last);
+            in_tiles(last - first, [&](auto rows, long row) { one_tile<rows()>(t, mode, at - base, x, ldx, first + row); });
         }
     });
     return batches * blocks;

@@ -15,17 +15,12 @@ from engine.core.native import NoKernels, why_not
 from engine.core.registry import make
 from engine.plugins.executors import _fused, _runner
 from engine.plugins.executors._sampling import argmax
-from engine.plugins.executors.torch import TorchExecutor
 
 Tiny = Callable[..., Path]
 PROMPTS = [[5, 9, 2, 7, 1], [40], [3, 1, 4, 1, 5, 9, 2, 6, 8, 11, 12, 13, 14, 15, 16, 17, 18]]
 HEADS = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 needs_kernels = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-
-
-def details(executor: TorchExecutor) -> Any:
-    return executor._loaded.load().details
 
 
 @needs_kernels
