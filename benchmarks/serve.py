@@ -78,9 +78,9 @@ def roofline(threads: int) -> dict[str, float]:
 
     compiled = kernels()
     n, k, rows = 1536, 576, 480
-    memory, x, y = np.zeros(n * k, np.float32), np.ones((rows, k), np.float32), np.empty((rows, n), np.float32)
+    memory, x, y = np.ones(n * k, np.float32), np.ones((rows, k), np.float32), np.empty((rows, n), np.float32)
     spec = LinearSpec(weight=memory.ctypes.data, n=n, k=k)
-    many, where = np.zeros((threads * 4, 2**27 // (threads * 4)), np.float32), np.empty(threads * 4, np.int64)
+    many, where = np.ones((threads * 4, 2**27 // (threads * 4)), np.float32), np.empty(threads * 4, np.int64)
 
     def least(work: Any, times: int) -> float:
         seconds = []
