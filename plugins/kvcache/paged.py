@@ -234,11 +234,7 @@ class PagedCache(KVCache):
     def _digests(self, request: Request, count: int) -> list[bytes]:
         """The digests of the request's first ``count`` pages, or more; computed once, as tokens become known."""
         digests = self._chain(request).digests
-        known = len(digests)
-        if known < count:
-            size = self._page_size
-            parent = digests[-1] if digests else request.namespace
-            digests += page_digests(parent, request.packed_tokens(known * size, count * size), size)
+        request.digest_pages(digests, count, self._page_size)
         return digests
 
     def _drop(self, keys: Iterable[object], need: int | None) -> list[int]:
