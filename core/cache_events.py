@@ -89,7 +89,7 @@ class CacheLog:
     def __init__(self, page_size: int, *, history: int = HISTORY, with_tokens: bool = False) -> None:
         self.page_size = page_size
         self.with_tokens = with_tokens
-        self.news: Callable[[], None] = _nobody
+        self.news: Callable[[], None] = nobody
         self._history = history
         self._lock = threading.Lock()
         self._live: dict[str, dict[bytes, CacheEvent]] = {POOL: {}}
@@ -237,5 +237,5 @@ def from_plain(value: dict[str, Any]) -> CacheBatch | CacheSnapshot:
     return found
 
 
-def _nobody() -> None:
+def nobody() -> None:
     """Nobody listens."""
