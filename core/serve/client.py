@@ -346,9 +346,8 @@ class AsyncEngine:
     def _check_size(self, count: int, tokens: int) -> None:
         """Raise ``InvalidRequest`` for what could never be open at once."""
         limits = self.limits
-        capacity = limits.max_waiting + limits.max_running
-        if count > capacity:
-            words = f"{count} sequences in one request, at most {capacity} can be open"
+        if count > limits.max_open:
+            words = f"{count} sequences in one request, at most {limits.max_open} can be open"
             raise InvalidRequest("n", words, code="above_limit")
         if count > 1 and tokens > limits.max_waiting_tokens:
             words = f"{tokens} tokens in {count} sequences, at most {limits.max_waiting_tokens} may wait"
@@ -357,9 +356,8 @@ class AsyncEngine:
     def _check_room(self, count: int, tokens: int) -> None:
         """Raise ``QueueFull`` where there is no room now, with an estimate of when there will be."""
         limits, ledger = self.limits, self.ledger
-        capacity = limits.max_waiting + limits.max_running
-        if (missing := len(ledger) + count - capacity) > 0:
-            words = f"{len(ledger)} requests are open, at most {capacity} may be: try again later"
+        if (missing := len(ledger) + count - limits.max_open) > 0:
+            words = f"{len(ledger)} requests are open, at most {limits.max_open} may be: try again later"
             raise QueueFull(words, retry_after=ledger.ends.wait_for(missing))
         waiting = ledger.waiting_tokens
         if waiting and (missing := waiting + tokens - limits.max_waiting_tokens) > 0:
