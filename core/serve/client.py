@@ -291,8 +291,7 @@ class AsyncEngine:
         if answer.value is None:
             if answer.kind == "InvalidRequest":
                 raise InvalidRequest(answer.field, answer.message)
-            kind: type[EngineError] = getattr(errors, answer.kind, EngineError)
-            raise kind(answer.message)
+            raise _told(answer)
         return answer.value
 
     async def update_weights(
@@ -315,8 +314,7 @@ class AsyncEngine:
                 f"with in_process=True ({error.message})"
             ) from error
         if answer.model is None:
-            kind: type[EngineError] = getattr(errors, answer.kind, EngineError)
-            raise kind(answer.message)
+            raise _told(answer)
         self.model = answer.model
         return answer.model
 
@@ -414,3 +412,9 @@ class AsyncEngine:
         for future in self._asked.values():
             if not future.done():
                 future.set_exception(EngineDead(words))
+
+
+def _told(answer: CacheAnswer | Updated) -> EngineError:
+    """The error that the core answered with."""
+    kind: type[EngineError] = getattr(errors, answer.kind, EngineError)
+    return kind(answer.message)
