@@ -211,10 +211,10 @@ def parents_first(entries: dict[bytes, CacheEvent]) -> Iterator[CacheEvent]:
         yield from reversed(chain)
 
 
-def plain(value: CacheEvent | CacheBatch | CacheSnapshot) -> dict[str, Any]:
+def plain(value: CacheBatch | CacheSnapshot) -> dict[str, Any]:
     """As JSON has it: keys in hex."""
     found: dict[str, Any] = msgspec.to_builtins(value, builtin_types=(bytes,))
-    for event in found.get("events", found.get("entries", [found])):
+    for event in found["events" if "events" in found else "entries"]:
         event["key"] = event.get("key", b"").hex()
         parent = event.get("parent")
         event["parent"] = None if parent is None else parent.hex()
