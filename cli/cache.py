@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engine.cli._http import Server
 from engine.core.errors import EngineError
+
+if TYPE_CHECKING:
+    from engine.cli._http import Server
 
 URL = Annotated[str, typer.Argument(help="Where the server listens.")]
 Key = Annotated[str | None, typer.Option("--api-key", help="The server's key (default: ENGINE_API_KEY).")]
@@ -19,7 +21,7 @@ MUCH = 8  # differing keys that are shown
 
 def stats(url: URL = HERE, api_key: Key = None, as_json: AsJson = False) -> None:
     """Pages, hit rate, tiers, and where the events stand."""
-    said = Server(url, api_key).ask("/v1/cache/stats")
+    said = server_at(url, api_key).ask("/v1/cache/stats")
     if as_json:
         typer.echo(json.dumps(said))
         return
@@ -47,7 +49,7 @@ def explain(
 ) -> None:
     """How much of a prompt is cached, and why no more. Changes nothing."""
     body = {"prompt": prompt_of(prompt), "cache_salt": salt, "adapter": adapter}
-    said = Server(url, api_key).ask("/v1/cache/explain", body)
+    said = server_at(url, api_key).ask("/v1/cache/explain", body)
     if as_json:
         typer.echo(json.dumps(said))
         return
@@ -65,7 +67,7 @@ def flush(
     as_json: AsJson = False,
 ) -> None:
     """Forget all cached content: what is idle at once, what is in use when its requests end."""
-    said = Server(url, api_key).ask("/v1/cache/flush", {"tiers": tiers})
+    said = server_at(url, api_key).ask("/v1/cache/flush", {"tiers": tiers})
     if as_json:
         typer.echo(json.dumps(said))
         return
@@ -87,14 +89,20 @@ def check(
     """
     from engine.cli.cache_check import compare
 
-    server = Server(url, api_key)
-    found = compare(server, seconds, over_zmq=over_zmq)
+    found = compare(server_at(url, api_key), seconds, over_zmq=over_zmq)
     if as_json:
         typer.echo(json.dumps(found))
     else:
         tell(found)
     if not found["equal"]:
         raise typer.Exit(1)
+
+
+def server_at(url: str, api_key: str | None) -> Server:
+    """The server that is asked. What speaks HTTP is imported now, not whenever ``engine`` starts."""
+    from engine.cli._http import Server
+
+    return Server(url, api_key)
 
 
 def tell(found: dict[str, Any]) -> None:

@@ -78,6 +78,11 @@ class CacheDesk:
 
     # ---- what is asked
 
+    @property
+    def place(self) -> tuple[str, int] | tuple[None, None]:
+        """The epoch, and the number of its next event; both ``None`` where there are no events."""
+        return (None, None) if self.log is None else self.log.place
+
     def ask(self, what: str, options: Mapping[str, Any]) -> dict[str, Any]:
         """``stats``, ``explain``, ``flush`` or ``dump`` by name, the answer as plain values: for other processes."""
         known: dict[str, Callable[..., dict[str, Any]]] = {
@@ -96,7 +101,7 @@ class CacheDesk:
         numbers, counters = core.kv.numbers(), core.counters
         asked = counters.looked_up_tokens
         counts = self.log.count() if self.log is not None else {}
-        epoch, sequence = self.log.place if self.log is not None else (None, None)
+        epoch, sequence = self.place
         tiers = {
             name: {**connector.stats(), **({"pages_told": counts[name]} if name in counts else {})}
             for connector in core.exchange.connectors
@@ -156,8 +161,8 @@ class CacheDesk:
             except Exception as error:  # of a disk, or a plugin: the engine and the other tiers go on
                 log.exception("connector %s could not forget its pages", name)
                 said[name] = f"{type(error).__name__}: {error}"
-        epoch = self.log.place[0] if self.log is not None else None
-        return {"freed_pages": after.free - before.free, "in_use": after.pinned, "tiers": said, "epoch": epoch}
+        freed = after.free - before.free
+        return {"freed_pages": freed, "in_use": after.pinned, "tiers": said, "epoch": self.place[0]}
 
     def dump(self) -> dict[str, Any]:
         """The keys of the pool, from the cache itself, as of an event's number: to compare an index with.

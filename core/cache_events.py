@@ -89,7 +89,7 @@ class CacheLog:
     def __init__(self, page_size: int, *, history: int = HISTORY, with_tokens: bool = False) -> None:
         self.page_size = page_size
         self.with_tokens = with_tokens
-        self.news: Callable[[], None] = _nobody
+        self.news: Callable[[], None] = nobody
         self._history = history
         self._lock = threading.Lock()
         self._live: dict[str, dict[bytes, CacheEvent]] = {POOL: {}}
@@ -211,10 +211,10 @@ def parents_first(entries: dict[bytes, CacheEvent]) -> Iterator[CacheEvent]:
         yield from reversed(chain)
 
 
-def plain(value: CacheEvent | CacheBatch | CacheSnapshot) -> dict[str, Any]:
+def plain(value: CacheBatch | CacheSnapshot) -> dict[str, Any]:
     """As JSON has it: keys in hex."""
     found: dict[str, Any] = msgspec.to_builtins(value, builtin_types=(bytes,))
-    for event in found.get("events", found.get("entries", [found])):
+    for event in found["events" if "events" in found else "entries"]:
         event["key"] = event.get("key", b"").hex()
         parent = event.get("parent")
         event["parent"] = None if parent is None else parent.hex()
@@ -237,5 +237,5 @@ def from_plain(value: dict[str, Any]) -> CacheBatch | CacheSnapshot:
     return found
 
 
-def _nobody() -> None:
+def nobody() -> None:
     """Nobody listens."""

@@ -52,7 +52,7 @@ def explain(core: EngineCore, tokens: Sequence[int], *, salt: str, adapter: str)
             why, words = _reason(core, (adapter, salt), packed[: 4 * end], keys[pages])
         key = keys[pages].hex() if pages < len(keys) else None
         missing = {"page": pages, "tokens": [start, end], "key": key, "why": why, "words": words}
-    epoch, sequence = core.cache.log.place if core.cache.log is not None else (None, None)
+    epoch, sequence = core.cache.place
     return {
         "tokens": len(tokens),
         "page_size": size,

@@ -20,7 +20,7 @@ import time
 import msgspec
 import zmq
 
-from engine.core.cache_events import CacheBatch, CacheLog, TooOld
+from engine.core.cache_events import CacheBatch, CacheLog, TooOld, nobody
 from engine.core.config import EngineConfig
 from engine.core.errors import ConfigError
 
@@ -99,7 +99,7 @@ class CacheFeed:
         if self._closing:
             return
         self._closing = True
-        self.log.news = _nobody
+        self.log.news = nobody
         if self._thread is not None:
             self._awake = False
             self._wake()
@@ -210,7 +210,3 @@ def next_port(endpoint: str) -> str:
     """Where missed events are asked for unless configured: the port after that of a TCP endpoint, a file beside."""
     address, _, port = endpoint.rpartition(":")
     return f"{address}:{int(port) + 1}" if endpoint.startswith("tcp://") else f"{endpoint}-replay"
-
-
-def _nobody() -> None:
-    """Nobody listens."""

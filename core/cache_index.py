@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from engine.core.cache_events import POOL, CacheBatch, CacheEvent, CacheSnapshot
+from engine.core.identity import first_known
 
 Need = Literal["nothing", "replay", "snapshot"]
 
@@ -71,8 +72,7 @@ class CacheIndex:
 
     def match(self, keys: Sequence[bytes], tier: str = POOL) -> int:
         """How many pages of a chain (``core.identity.page_digests``) the tier has, from the first on."""
-        entries = self.tiers.get(tier, {})
-        return next((at for at, key in enumerate(keys) if key not in entries), len(keys))
+        return first_known(keys, self.tiers.get(tier, {}))
 
     def _enter(self, event: CacheEvent) -> None:
         entries = self.tiers.setdefault(event.tier, {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 
@@ -62,6 +62,11 @@ def page_digests(parent: bytes, packed: bytes, page_size: int) -> list[bytes]:
         parent = digest.digest()
         found(parent)
     return digests
+
+
+def first_known(digests: Sequence[bytes], known: Container[bytes]) -> int:
+    """How many digests of a chain are known, from the first on up to one that is not."""
+    return next((at for at, digest in enumerate(digests) if digest not in known), len(digests))
 
 
 ALL_BYTES = bytes(range(256))

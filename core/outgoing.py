@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from engine.core.identity import page_digests
 from engine.core.plan import Plan, Transfer, TransferEvent
 from engine.core.protocols import Connector
 from engine.core.request import Finish, Request, State
@@ -96,17 +95,10 @@ class Outgoing:
             core.counters.unsaved_pages += full - upto
             if upto <= first:
                 continue
-            self._extend(chain, request, upto)
+            request.digest_pages(chain.keys, upto, size)
             name = self._name(request)
             self._open[name] = sink, upto - first
             pages, keys = tuple(request.pages[first:upto]), tuple(chain.keys[first:upto])
             to = core.hooks.name(sink)
             self._book.ask(Transfer(name, "push", request.id, pages, keys, to=to, hints=hints_of(request)))
             chain.saved[sink] = upto
-
-    def _extend(self, chain: Chain, request: Request, full: int) -> None:
-        """Know the keys of the request's first ``full`` pages."""
-        known, size = len(chain.keys), self._core.limits.page_size
-        if known < full:
-            parent = chain.keys[-1] if known else request.namespace
-            chain.keys += page_digests(parent, request.packed_tokens(known * size, full * size), size)

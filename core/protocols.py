@@ -105,6 +105,11 @@ class Limits:
         """Tokens whose KV fits in the whole pool."""
         return self.num_pages * self.page_size
 
+    @property
+    def max_open(self) -> int:
+        """Most requests that can be open at once: running and in the queue."""
+        return self.max_running + self.max_waiting
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from engine.core.identity import pack
+from engine.core.identity import pack, page_digests
 from engine.core.sampling import SamplingParams as SamplingParams
 from engine.core.sampling import TokenLogprobs
 
@@ -111,6 +111,13 @@ class Request:
         if end <= self.num_prompt:
             return self.packed[4 * start : 4 * end]
         return pack(self.tokens[start:end])
+
+    def digest_pages(self, digests: list[bytes], count: int, page_size: int) -> None:
+        """Go on with ``digests``, those of its first pages, until ``count`` or more are known. Mutates the list."""
+        known = len(digests)
+        if known < count:
+            parent = digests[-1] if digests else self.namespace
+            digests += page_digests(parent, self.packed_tokens(known * page_size, count * page_size), page_size)
 
     @property
     def in_flight(self) -> int:

@@ -291,8 +291,7 @@ class AsyncEngine:
         if answer.value is None:
             if answer.kind == "InvalidRequest":
                 raise InvalidRequest(answer.field, answer.message)
-            kind: type[EngineError] = getattr(errors, answer.kind, EngineError)
-            raise kind(answer.message)
+            raise _told(answer)
         return answer.value
 
     async def update_weights(
@@ -315,8 +314,7 @@ class AsyncEngine:
                 f"with in_process=True ({error.message})"
             ) from error
         if answer.model is None:
-            kind: type[EngineError] = getattr(errors, answer.kind, EngineError)
-            raise kind(answer.message)
+            raise _told(answer)
         self.model = answer.model
         return answer.model
 
@@ -346,9 +344,8 @@ class AsyncEngine:
     def _check_size(self, count: int, tokens: int) -> None:
         """Raise ``InvalidRequest`` for what could never be open at once."""
         limits = self.limits
-        capacity = limits.max_waiting + limits.max_running
-        if count > capacity:
-            words = f"{count} sequences in one request, at most {capacity} can be open"
+        if count > limits.max_open:
+            words = f"{count} sequences in one request, at most {limits.max_open} can be open"
             raise InvalidRequest("n", words, code="above_limit")
         if count > 1 and tokens > limits.max_waiting_tokens:
             words = f"{tokens} tokens in {count} sequences, at most {limits.max_waiting_tokens} may wait"
@@ -357,9 +354,8 @@ class AsyncEngine:
     def _check_room(self, count: int, tokens: int) -> None:
         """Raise ``QueueFull`` where there is no room now, with an estimate of when there will be."""
         limits, ledger = self.limits, self.ledger
-        capacity = limits.max_waiting + limits.max_running
-        if (missing := len(ledger) + count - capacity) > 0:
-            words = f"{len(ledger)} requests are open, at most {capacity} may be: try again later"
+        if (missing := len(ledger) + count - limits.max_open) > 0:
+            words = f"{len(ledger)} requests are open, at most {limits.max_open} may be: try again later"
             raise QueueFull(words, retry_after=ledger.ends.wait_for(missing))
         waiting = ledger.waiting_tokens
         if waiting and (missing := waiting + tokens - limits.max_waiting_tokens) > 0:
@@ -416,3 +412,9 @@ class AsyncEngine:
         for future in self._asked.values():
             if not future.done():
                 future.set_exception(EngineDead(words))
+
+
+def _told(answer: CacheAnswer | Updated) -> EngineError:
+    """The error that the core answered with."""
+    kind: type[EngineError] = getattr(errors, answer.kind, EngineError)
+    return kind(answer.message)

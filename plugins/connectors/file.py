@@ -26,6 +26,7 @@ from pydantic import Field
 
 from engine.core.config import Size
 from engine.core.errors import ConfigError
+from engine.core.identity import first_known
 from engine.core.memory import Bytes, KVLayout
 from engine.plugins.connectors._frames import HEADER, DamagedPage, header_of, unframed
 from engine.plugins.connectors._store import StoreConnector, StoreOptions
@@ -71,7 +72,7 @@ class FileStore(StoreConnector):
 
     def has_many(self, keys: Sequence[bytes]) -> int:
         """How many of the first have a file, as far as this process knows."""
-        return next((at for at, key in enumerate(keys) if key not in self._files), len(keys))
+        return first_known(keys, self._files)
 
     def get_many(self, keys: Sequence[bytes]) -> Sequence[Bytes | Exception | None]:
         """Read and check pages. A damaged file is deleted."""

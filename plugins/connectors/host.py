@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import Field
 
 from engine.core.config import Size
+from engine.core.identity import first_known
 from engine.core.memory import Bytes, KVLayout
 from engine.plugins.connectors._store import StoreConnector, StoreOptions
 
@@ -34,7 +35,7 @@ class HostStore(StoreConnector):
 
     def has_many(self, keys: Sequence[bytes]) -> int:
         """How many of the first are in memory."""
-        return next((at for at, key in enumerate(keys) if key not in self._pages), len(keys))
+        return first_known(keys, self._pages)
 
     def get_many(self, keys: Sequence[bytes]) -> Sequence[Bytes | None]:
         """The pages themselves: nobody writes to them."""

@@ -155,7 +155,7 @@ def sample(logits: Tensor, draws: Sequence[Draw], argmax: Argmax = argmax) -> Sa
     logits = logits.float().contiguous()
     reported = [row for row, each in enumerate(draws) if each.params.logprobs is not None]
     edited = any(each.edits is not NOTHING for each in draws)
-    raw = (logits[reported] if edited else logits) if reported else logits  # indexing copies
+    raw = logits[reported] if edited and reported else None  # a copy, before anything is changed
     if edited:
         apply(logits, [each.edits for each in draws], [each.params for each in draws])
     likeliest = argmax(logits)
@@ -171,8 +171,8 @@ def sample(logits: Tensor, draws: Sequence[Draw], argmax: Argmax = argmax) -> Sa
             tokens[row] = token
     if not reported:
         return Sampled(tokens, bad, {})
-    if not edited and len(reported) < len(draws):
-        raw = logits[reported]
+    if raw is None:
+        raw = logits[reported] if len(reported) < len(draws) else logits
     counts = [draws[row].params.logprobs or 0 for row in reported]
     found = token_logprobs(raw, [tokens[row] for row in reported], counts)
     return Sampled(tokens, bad, {row: one for row, one in zip(reported, found, strict=True) if row not in bad})

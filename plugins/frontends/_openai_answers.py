@@ -54,8 +54,8 @@ class Answers:
         self._head = {"id": self.id, "created": int(time.time()), "model": model}
         self._wish = wish
         self._names = Names(tokenizer)
-        hides = tokenizer is not None and wish.params.skip_special_tokens
-        self._hidden = tokenizer.special_ids if hides and tokenizer is not None else frozenset()
+        hides = wish.params.skip_special_tokens
+        self._hidden = tokenizer.special_ids if tokenizer is not None and hides else frozenset()
         self._offsets: dict[int, Offsets] = {}
 
     def openings(self, count: int) -> list[dict[str, Any]]:
@@ -111,8 +111,10 @@ class Answers:
 
     def _logprobs(self, index: int, part: Chunk | Completion) -> dict[str, Any] | None:
         """Of what the part brings; the first one brings the echoed prompt too."""
-        begun = index in self._offsets
-        offsets = self._offsets.setdefault(index, Offsets(self._names, self._hidden))
+        offsets = self._offsets.get(index)
+        begun = offsets is not None
+        if offsets is None:
+            offsets = self._offsets[index] = Offsets(self._names, self._hidden)
         if self._wish.params.logprobs is None:
             return None
         found = () if self._wish.scores_only else part.logprobs or ()

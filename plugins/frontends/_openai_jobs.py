@@ -80,9 +80,8 @@ class Preparer:
         limits = self._engine.limits
         if n > limits.max_n:
             raise InvalidRequest("n", f"is {n}, must be between 1 and {limits.max_n}", code="above_limit")
-        capacity = limits.max_waiting + limits.max_running
-        if prompts * n > capacity:
-            words = f"{prompts} prompts x n {n}: at most {capacity} sequences can be open"
+        if prompts * n > limits.max_open:
+            words = f"{prompts} prompts x n {n}: at most {limits.max_open} sequences can be open"
             raise InvalidRequest("n" if prompts == 1 else "prompt", words, code="above_limit")
 
     def _wish(self, wish: Sampling, asks: Sequence[Ask], texts: Sequence[str | None]) -> Wish:

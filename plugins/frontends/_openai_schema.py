@@ -68,10 +68,6 @@ class Sampling(Body):
 
     def sampling(self) -> SamplingParams:
         """Parameters of the prompt's choices. Raises ``InvalidRequest`` where fields contradict each other."""
-
-        def given(**fields: Any) -> dict[str, Any]:
-            return {name: value for name, value in fields.items() if value is not None}
-
         same = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
                 "n", "include_stop_str_in_output", "ignore_eos", "min_tokens", "skip_special_tokens")  # fmt: skip
         return SamplingParams(
@@ -82,7 +78,7 @@ class Sampling(Body):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             logprobs=self.rivals(),
             prompt_logprobs=self.prompt_rivals(),
-            **given(**{name: getattr(self, name) for name in same}),
+            **{name: value for name in same if (value := getattr(self, name)) is not None},
         )
 
     def biases(self) -> dict[int, float]:

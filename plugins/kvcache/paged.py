@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from engine.core.errors import InvariantViolation
-from engine.core.identity import page_digests
+from engine.core.identity import first_known, page_digests
 from engine.core.plan import Candidate, KVNumbers
 from engine.core.protocols import Context, KVCache, Match, PluginOptions, Publication
 from engine.core.request import Request
@@ -202,8 +202,7 @@ class PagedCache(KVCache):
 
     def peek(self, namespace: bytes, packed: bytes) -> int:
         """Pages whose keys are known, up to the first whose is not. Does not mutate."""
-        keys = page_digests(namespace, packed, self._page_size) if self.caching else []
-        return next((at for at, key in enumerate(keys) if key not in self._page_of), len(keys))
+        return first_known(page_digests(namespace, packed, self._page_size), self._page_of) if self.caching else 0
 
     def check(self, requests: Iterable[Request]) -> None:
         """Reference counts equal the page tables; keys, idle pages and the pool agree. Does not mutate."""
@@ -234,11 +233,7 @@ class PagedCache(KVCache):
     def _digests(self, request: Request, count: int) -> list[bytes]:
         """The digests of the request's first ``count`` pages, or more; computed once, as tokens become known."""
         digests = self._chain(request).digests
-        known = len(digests)
-        if known < count:
-            size = self._page_size
-            parent = digests[-1] if digests else request.namespace
-            digests += page_digests(parent, request.packed_tokens(known * size, count * size), size)
+        request.digest_pages(digests, count, self._page_size)
         return digests
 
     def _drop(self, keys: Iterable[object], need: int | None) -> list[int]:

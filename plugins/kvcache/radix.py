@@ -277,14 +277,10 @@ class RadixCache(KVCache):
     def _tell(self, request: Request, hold: Hold, first: int, full: int) -> None:
         """The request's pages from ``first`` on are in the tree now."""
         assert self._watcher is not None
-        digests, size = hold.digests, self._page_size
-        known = len(digests)
-        if known < full:
-            parent = digests[-1] if digests else request.namespace
-            width = size * TOKEN_BYTES
-            digests += page_digests(parent, hold.key[known * width : full * width], size)
-        parent_key = digests[first - 1] if first else None
-        self._watcher.stored(request, first, request.pages[first:full], digests[first:full], parent_key)
+        digests = hold.digests
+        request.digest_pages(digests, full, self._page_size)
+        parent = digests[first - 1] if first else None
+        self._watcher.stored(request, first, request.pages[first:full], digests[first:full], parent)
 
     def _sweep(self) -> None:
         """Give back what was cut off and nobody pins."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from engine.core.identity import namespace_digest, pack, page_digests
+from engine.core.identity import first_known, namespace_digest, pack, page_digests
 from engine.core.request import Request
 from engine.testing.bench import CacheBench
 from engine.testing.guard import Violation
@@ -72,14 +72,10 @@ class Told:
         after = cache.numbers(), list(cache.victims(bench.pool.num_pages)), list(cache.candidates())
         if before != after:
             raise Violation("peek changed the numbers, or what is evicted first")
-        said = None if known is None else _beginning(page_digests(namespace, packed, bench.size), known)
+        said = None if known is None else first_known(page_digests(namespace, packed, bench.size), known)
         if said is not None and peeked is not None and peeked != said:
             raise Violation(f"peek says {peeked} pages of a prompt, and {said} are there by what was told or listed")
         found = bench.found([*prompt, 0], **fields) // bench.size  # one more: the last token is never matched
         most = said if said is not None else peeked
         if most is not None and found > most:
             raise Violation(f"{found} pages of a prompt are found, and {most} are there by what was told or listed")
-
-
-def _beginning(keys: Sequence[bytes], known: set[bytes]) -> int:
-    return next((at for at, key in enumerate(keys) if key not in known), len(keys))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -45,6 +47,15 @@ class Server:
     @property
     def output(self) -> str:
         return "".join(self.lines)
+
+    def events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """A stream's events; the last line must be [DONE]."""
+        with self.http.stream("POST", path, json={**body, "stream": True}) as answer:
+            assert answer.status_code == 200
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+        assert lines[-1] == "[DONE]"
+        return [json.loads(line) for line in lines[:-1]]
 
     def metrics(self) -> dict[str, float]:
         """All samples by name and labels, e.g. ``engine_requests_ended_total{reason="stop"}``."""

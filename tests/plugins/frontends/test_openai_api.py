@@ -19,16 +19,6 @@ def complete(server: Any, **fields: Any) -> dict[str, Any]:
     return answer.json()  # type: ignore[no-any-return]
 
 
-def events(server: Any, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """A stream's events; the last line must be [DONE]."""
-    with server.http.stream("POST", path, json={**body, "stream": True}) as answer:
-        assert answer.status_code == 200
-        assert answer.headers["content-type"].startswith("text/event-stream")
-        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
-
-
 # ---- answers
 
 
@@ -66,7 +56,7 @@ def test_cached_tokens_are_reported(server: Any) -> None:
 def test_stream_joined_is_the_whole_answer(server: Any, path: str, body: dict[str, Any]) -> None:
     body = {**body, "max_tokens": 60, "n": 2, "seed": 3, "temperature": 1}
     whole = server.http.post(path, json=body).raise_for_status().json()
-    parts = events(server, path, {**body, "stream_options": {"include_usage": True}})
+    parts = server.events(path, {**body, "stream_options": {"include_usage": True}})
     for choice in whole["choices"]:
         mine = [part["choices"][0] for part in parts[:-1] if part["choices"][0]["index"] == choice["index"]]
         text = "".join(part["text"] if "text" in part else part["delta"].get("content", "") for part in mine)
@@ -80,7 +70,7 @@ def test_stream_joined_is_the_whole_answer(server: Any, path: str, body: dict[st
 
 
 def test_stream_without_usage_has_none(server: Any) -> None:
-    assert all("usage" not in event for event in events(server, "/v1/completions", GOOD))
+    assert all("usage" not in event for event in server.events("/v1/completions", GOOD))
 
 
 def test_four_shapes_of_prompt_and_the_order_of_choices(server: Any) -> None:
@@ -111,7 +101,7 @@ def test_stop_strings(server: Any) -> None:
     [choice] = complete(server, max_tokens=40, stop=stop)["choices"]
     assert choice["text"] == text[: text.index(stop)]
     assert (choice["finish_reason"], choice["finish_detail"]) == ("stop", stop)
-    streamed = events(server, "/v1/completions", {**GOOD, "max_tokens": 40, "stop": ["\x01", stop]})
+    streamed = server.events("/v1/completions", {**GOOD, "max_tokens": 40, "stop": ["\x01", stop]})
     assert "".join(event["choices"][0]["text"] for event in streamed) == choice["text"]
 
 

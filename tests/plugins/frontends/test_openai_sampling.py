@@ -41,14 +41,6 @@ def chat(server: Any, **fields: Any) -> dict[str, Any]:
     return post(server, "/v1/chat/completions", {**CHAT, **fields})
 
 
-def events(server: Any, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    with server.http.stream("POST", path, json={**body, "stream": True}) as answer:
-        assert answer.status_code == 200
-        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
-
-
 # ---- log-probabilities
 
 
@@ -84,7 +76,7 @@ def test_a_stream_joined_is_the_whole_answer(server: Any, n: int, echo: bool) ->
     body = {**GOOD, "max_tokens": 30, "n": n, "seed": 3, "temperature": 1, "logprobs": 2, "echo": echo,
             "prompt": ["hello", "once upon a time"]}  # fmt: skip
     whole = post(server, "/v1/completions", body)
-    parts = [event["choices"][0] for event in events(server, "/v1/completions", body)]
+    parts = [event["choices"][0] for event in server.events("/v1/completions", body)]
     assert [choice["index"] for choice in whole["choices"]] == list(range(2 * n))
     for choice in whole["choices"]:
         mine = [part for part in parts if part["index"] == choice["index"]]
@@ -101,7 +93,7 @@ def test_a_stream_joined_is_the_whole_answer(server: Any, n: int, echo: bool) ->
 def test_chat_streams_log_probabilities(server: Any) -> None:
     wish = {**CHAT, "logprobs": True, "top_logprobs": 1, "max_tokens": 20}
     [choice] = post(server, "/v1/chat/completions", wish)["choices"]
-    parts = [event["choices"][0]["logprobs"] for event in events(server, "/v1/chat/completions", wish)]
+    parts = [event["choices"][0]["logprobs"] for event in server.events("/v1/chat/completions", wish)]
     assert [entry for part in parts if part for entry in part["content"]] == choice["logprobs"]["content"]
 
 
@@ -235,7 +227,7 @@ def test_what_ended_the_text_is_part_of_it_if_asked(server: Any) -> None:
     for stream in (False, True):
         wish = {**GOOD, "max_tokens": 40, "stop": [stop], "include_stop_str_in_output": True}
         if stream:
-            found = "".join(event["choices"][0]["text"] for event in events(server, "/v1/completions", wish))
+            found = "".join(event["choices"][0]["text"] for event in server.events("/v1/completions", wish))
         else:
             found = post(server, "/v1/completions", wish)["choices"][0]["text"]
         assert found == text[: text.index(stop) + len(stop)]
