@@ -34,8 +34,6 @@ class Pusher:
 
     Args:
         stall: seconds after which a motion that has not ended is given up.
-
-    Attribute ``given``: pages written.
     """
 
     def __init__(self, transport: Transport, leases: Leases, rows: Rows, stall: float) -> None:
@@ -46,19 +44,18 @@ class Pusher:
         self._revoked: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._reached: OrderedDict[str, None] = OrderedDict()
         self._stopping = False
-        self.given = 0
 
-    def push(self, line: Line, peer: Identity, want: tuple[int, int, int, bool], keys: Sequence[bytes]) -> None:
+    def push(self, line: Line, peer: Identity, want: tuple[int, int, int, bool], keys: Sequence[bytes]) -> int:
         """Do what a WANT says (its numbers: ``wire.WANT``), and answer it. Raises ``LineError``.
 
-        As long as this runs, the lease does not end.
+        As long as this runs, the lease does not end. Returns how many pages were written.
         """
         number, claim, offset, checked = want
         name = (peer.incarnation, number)
         begun = self._leases.begin(claim, keys)
         if begun is None:
             line.send(Kind.EXPIRED)
-            return
+            return 0
         hand_off, pages = begun
         well = False
         try:
@@ -66,10 +63,11 @@ class Pusher:
             told = self._rows.checksum(pages) if checked else 0
         except PushFailed as error:
             line.send(Kind.FAILED, wire.FAILED.pack(error.over) + str(error).encode())
+            return 0
         else:
-            self.given += len(pages)
             line.send(Kind.DONE, wire.DONE.pack(len(pages), told))
             well = True
+            return len(pages)
         finally:
             self._leases.end(hand_off, well=well)
 
