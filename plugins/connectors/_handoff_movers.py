@@ -11,7 +11,7 @@ import secrets
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from engine.plugins.connectors import _handoff_questions as ask
@@ -248,15 +248,14 @@ class Movers:
             load.good(count)
 
         try:
-            self._for(load.peer).move(
-                Load(load.line, load.peer, load.claim, load.keys, load.pages, good, load.cancelled)
-            )
+            self._for(load.peer).move(replace(load, good=good))
         except (MotionFailed, Unreachable) as error:
             if not self._streams or load.cancelled():
                 raise
             self._detour(load.peer, error)
-            rest = Load(load.line, load.peer, load.claim, load.keys[have:], load.pages[have:],
-                        lambda count: load.good(have + count), load.cancelled)  # fmt: skip
+            rest = replace(
+                load, keys=load.keys[have:], pages=load.pages[have:], good=lambda count: load.good(have + count)
+            )
             self._streamed.move(rest)
 
     # ---- inside
