@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from engine.plugins.connectors import _handoff_wire as wire
 from engine.plugins.connectors._handoff_identity import Identity
 from engine.plugins.connectors._handoff_leases import Leases
-from engine.plugins.connectors._handoff_movers import FIRST_LOOK, LAST_LOOK
+from engine.plugins.connectors._handoff_movers import MotionFailed, looks
 from engine.plugins.connectors._handoff_rows import Rows, merged, portions, scattered, staged
 from engine.plugins.connectors._handoff_staging import settled
 from engine.plugins.connectors._handoff_wire import Kind, Line, LineError
@@ -122,7 +122,7 @@ class Pusher:
         except _GivenUp as error:
             over = self._give_up(name, error.motion)
             transport.disconnect(peer.incarnation)
-            raise PushFailed(f"{transport.name}: {error}", over=over) from None
+            raise PushFailed(str(error), over=over) from None
         self._over(name)
 
     def _connect(self, peer: Identity) -> None:
@@ -138,24 +138,19 @@ class Pusher:
     def _one(self, line: Line, receiver: str, portion: tuple[Words, Words, Words]) -> None:
         """One motion, to its end, also where nobody listens any more. Raises ``TransportError``, ``_GivenUp``."""
         motion = self._transport.begin(receiver, *portion)
-        began = told = time.monotonic()
-        pause = FIRST_LOOK
-        while (state := motion.state()) == "moving":
-            now = time.monotonic()
-            if self._stopping:
-                raise _GivenUp("the engine is being closed", motion)
-            if now - began > self._stall:
-                raise _GivenUp(f"it has not ended in {self._stall:g} seconds", motion)
-            if now - told > HEARTBEAT:
-                told = now
-                try:
-                    line.send(Kind.BUSY)
-                except LineError:
-                    told = float("inf")
-            time.sleep(pause)
-            pause = min(pause * 1.5, LAST_LOOK)
-        if state == "failed":
-            raise _GivenUp(motion.reason or "it failed", motion)
+        told, name = time.monotonic(), self._transport.name
+        try:
+            for now in looks(motion, name, self._stall):
+                if self._stopping:
+                    raise MotionFailed(f"{name}: the engine is being closed")
+                if now - told > HEARTBEAT:
+                    told = now
+                    try:
+                        line.send(Kind.BUSY)
+                    except LineError:
+                        told = float("inf")
+        except MotionFailed as error:
+            raise _GivenUp(str(error), motion) from None
         motion.drop()
 
     def _over(self, name: tuple[str, int]) -> None:
