@@ -29,7 +29,8 @@ from engine.core.plan import Transfer, TransferEvent
 from engine.core.registry import make
 from engine.plugins.executors._memfd import MARK, shared_file
 
-LO = {"devices": "lo"}
+STAGED = {"staging": "128MiB"}
+LO = {"devices": "lo", **STAGED}
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "local shared": ("local", {}),
     "local streamed": ("local", {"shared": False}),
@@ -37,7 +38,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "nixl tcp": ("nixl", {**LO, "tls": "tcp,self"}),
     "nixl tcp push": ("nixl", {**LO, "tls": "tcp,self", "style": "push"}),
     "nixl tcp, shm": ("nixl", {**LO, "tls": "tcp,shm,self"}),
-    "mooncake tcp": ("mooncake", {}),
+    "mooncake tcp": ("mooncake", STAGED),
 }
 OVER_TCP = ("nixl tcp", "nixl tcp push", "mooncake tcp")
 SHAPES = ("16384x1024", "262144x256", "16384x1", "4194304x16")
@@ -57,8 +58,7 @@ class Side:
             self.region[:] = np.random.default_rng(1).integers(0, 256, (pages, size), np.uint8)
         else:
             self.region[:] = fill
-        self.store: Connector = make("connector", name, {**COMMON, **options, "staging": "128MiB"} if name != "local"
-                                     else {**COMMON, **options})  # fmt: skip
+        self.store: Connector = make("connector", name, {**COMMON, **options})
         model = ModelInfo(name="m", vocab_size=9, max_model_len=9, fingerprint="f")
         self.store.start(SimpleNamespace(limits=SimpleNamespace(page_size=16), model=model))  # type: ignore[arg-type]
         self.store.register(KVLayout((self.region,), "a" * 32, made[0] if made is not None else None))

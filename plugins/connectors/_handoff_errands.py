@@ -54,9 +54,8 @@ class Errand(ABC):
     def talk(self, line: Line, peer: Identity) -> None:
         """What there is to ask. Raises ``LineError``."""
 
-    @abstractmethod
-    def ended(self, reason: str) -> None:
-        """Tell how it ended. An empty reason: well."""
+    def ended(self, reason: str) -> None:  # noqa: B027
+        """Tell how it ended, where somebody waits for that. An empty reason: well."""
 
     def _run(self) -> str:
         peers, address = self.desk.peers, self.address
@@ -229,7 +228,7 @@ class Follow(Fetch):
 
 
 class LetGo(Errand):
-    """A claim is not needed, or what there is under some keys. Nobody waits for this; where it fails, leases expire."""
+    """A claim is not needed. Nobody waits for this; where it fails, the lease expires."""
 
     at_once = True
 
@@ -241,9 +240,6 @@ class LetGo(Errand):
         """Release it, unless the peer that knew it is gone."""
         if peer.incarnation == self._claim.incarnation:
             ask.release(line, self._claim.number)
-
-    def ended(self, reason: str) -> None:
-        """Nobody is told."""
 
 
 class Renew(LetGo):
@@ -257,13 +253,13 @@ class Renew(LetGo):
             ask.renew(line, self._claim.number)
 
 
-class Decline(LetGo):
-    """What a peer was expected to compute for a request is not needed after all."""
+class Decline(Errand):
+    """What a peer was expected to compute for a request is not needed after all. Nobody waits for this either."""
 
     at_once = True
 
     def __init__(self, desk: Desk, address: str, keys: tuple[bytes, ...]) -> None:
-        super().__init__(desk, Claim(address, "", 0, 0.0))
+        super().__init__(desk, address)
         self._keys = keys
 
     def talk(self, line: Line, peer: Identity) -> None:

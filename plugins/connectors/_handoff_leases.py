@@ -76,7 +76,7 @@ class Leases:
             while True:
                 now = self._clock()
                 if (mine := self._held(claim)) is not None:
-                    mine.until = max(mine.until, now + self._seconds)
+                    self._begin_anew(mine)
                 live = [one for one in self._all if not one.over(now)]
                 best = max(live, key=lambda one: (_count(one, keys), one is mine, not one.claims), default=None)
                 count = 0 if best is None else _count(best, keys)
@@ -92,11 +92,8 @@ class Leases:
         """The pages of the first keys, as far as the hand-off has them; ``None`` where the lease has ended. Mutates:
         its time begins anew."""
         with self._changed:
-            hand_off = self._held(claim)
-            if hand_off is None:
-                return None
-            hand_off.until = max(hand_off.until, self._clock() + self._seconds)
-            return [hand_off.pages[key] for key in keys[: _count(hand_off, keys)]]
+            found = self._found(claim, keys)
+            return None if found is None else found[1]
 
     def begin(self, claim: int, keys: Sequence[bytes]) -> tuple[HandOff, list[int]] | None:
         """Somebody reads: the hand-off does not end before ``end``. Mutates.
@@ -104,19 +101,17 @@ class Leases:
         Returns it and the pages of the first keys, as far as it has them; ``None`` where the lease has ended.
         """
         with self._changed:
-            hand_off = self._held(claim)
-            if hand_off is None:
-                return None
-            hand_off.readers += 1
-            hand_off.until = max(hand_off.until, self._clock() + self._seconds)
-            return hand_off, [hand_off.pages[key] for key in keys[: _count(hand_off, keys)]]
+            found = self._found(claim, keys)
+            if found is not None:
+                found[0].readers += 1
+            return found
 
     def end(self, hand_off: HandOff, *, well: bool) -> None:
         """One of its readers is done. Mutates: if all went well, the time begins anew, for it may read on."""
         with self._changed:
             hand_off.readers -= 1
             if well:
-                hand_off.until = max(hand_off.until, self._clock() + self._seconds)
+                self._begin_anew(hand_off)
 
     def renew(self, claim: int) -> bool:
         """Begin the time anew; False where it is over. Mutates."""
@@ -124,7 +119,7 @@ class Leases:
             hand_off = self._held(claim)
             if hand_off is None:
                 return False
-            hand_off.until = self._clock() + self._seconds
+            self._begin_anew(hand_off)
             return True
 
     def release(self, claim: int) -> bool:
@@ -136,13 +131,6 @@ class Leases:
                 gone.claims.discard(claim)
                 gone.released = gone.released or not gone.claims
             return hand_off is not None
-
-    def drop(self, transfer: str) -> None:
-        """The core wants this transfer's pages back. Mutates."""
-        with self._changed:
-            for hand_off in self._all:
-                if transfer in hand_off.transfers:
-                    hand_off.released = True
 
     def collect(self) -> list[str]:
         """The transfers of the hand-offs that have ended since the last call; all are looked at. Mutates."""
@@ -185,9 +173,21 @@ class Leases:
     def _claim(self, hand_off: HandOff) -> int:
         claim = secrets.randbits(63) | 1
         hand_off.claims.add(claim)
-        hand_off.until = max(hand_off.until, self._clock() + self._seconds)
+        self._begin_anew(hand_off)
         self._claims[claim] = hand_off
         return claim
+
+    def _begin_anew(self, hand_off: HandOff) -> None:
+        """Its time."""
+        hand_off.until = self._clock() + self._seconds
+
+    def _found(self, claim: int, keys: Sequence[bytes]) -> tuple[HandOff, list[int]] | None:
+        """What is claimed, its time begun anew, and its pages of the first keys; ``None`` where the lease has ended."""
+        hand_off = self._held(claim)
+        if hand_off is None:
+            return None
+        self._begin_anew(hand_off)
+        return hand_off, [hand_off.pages[key] for key in keys[: _count(hand_off, keys)]]
 
     def _held(self, claim: int) -> HandOff | None:
         hand_off = self._claims.get(claim)

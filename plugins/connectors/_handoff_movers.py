@@ -10,8 +10,8 @@ import logging
 import secrets
 import time
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from engine.plugins.connectors import _handoff_questions as ask
@@ -48,6 +48,25 @@ class MotionFailed(LineError):
     """The transport could not move the bytes."""
 
     well = True
+
+
+def looks(motion: Motion, name: str, stall: float) -> Iterator[float]:
+    """Look until a motion has ended, and yield the time of each look at which it has not. Raises ``MotionFailed``.
+
+    Args:
+        name: the transport's, for messages.
+        stall: seconds after which it is given up.
+    """
+    began, pause = time.monotonic(), FIRST_LOOK
+    while (state := motion.state()) == "moving":
+        now = time.monotonic()
+        if now - began > stall:
+            raise MotionFailed(f"{name}: it has not ended in {stall:g} seconds")
+        yield now
+        time.sleep(pause)
+        pause = min(pause * 1.5, LAST_LOOK)
+    if state == "failed":
+        raise MotionFailed(f"{name}: {motion.reason or 'it failed'}")
 
 
 class Mover(Protocol):
@@ -149,22 +168,14 @@ class Pulled:
 
     def _watch(self, load: Load, motion: Motion) -> None:
         """Wait for a motion's end. Raises ``LineError`` where it has not moved all bytes."""
-        began = renewed = time.monotonic()
-        pause = FIRST_LOOK
-        while (state := motion.state()) == "moving":
+        renewed = time.monotonic()
+        for now in looks(motion, self._transport.name, self._stall):
             if load.cancelled():
                 raise LineError("cancelled")
-            now = time.monotonic()
-            if now - began > self._stall:
-                raise MotionFailed(f"{self._transport.name}: it has not ended in {self._stall:g} seconds")
             if now - renewed > load.peer.lease / 3:
                 if not ask.renew(load.line, load.claim):
                     raise LeaseEnded("the peer's lease ended while its pages were read")
                 renewed = now
-            time.sleep(pause)
-            pause = min(pause * 1.5, LAST_LOOK)
-        if state == "failed":
-            raise MotionFailed(f"{self._transport.name}: {motion.reason or 'it failed'}")
 
 
 class Pushed:
@@ -248,15 +259,14 @@ class Movers:
             load.good(count)
 
         try:
-            self._for(load.peer).move(
-                Load(load.line, load.peer, load.claim, load.keys, load.pages, good, load.cancelled)
-            )
+            self._for(load.peer).move(replace(load, good=good))
         except (MotionFailed, Unreachable) as error:
             if not self._streams or load.cancelled():
                 raise
             self._detour(load.peer, error)
-            rest = Load(load.line, load.peer, load.claim, load.keys[have:], load.pages[have:],
-                        lambda count: load.good(have + count), load.cancelled)  # fmt: skip
+            rest = replace(
+                load, keys=load.keys[have:], pages=load.pages[have:], good=lambda count: load.good(have + count)
+            )
             self._streamed.move(rest)
 
     # ---- inside

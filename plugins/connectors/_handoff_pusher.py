@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from engine.plugins.connectors import _handoff_wire as wire
 from engine.plugins.connectors._handoff_identity import Identity
 from engine.plugins.connectors._handoff_leases import Leases
-from engine.plugins.connectors._handoff_movers import FIRST_LOOK, LAST_LOOK
+from engine.plugins.connectors._handoff_movers import MotionFailed, looks
 from engine.plugins.connectors._handoff_rows import Rows, merged, portions, scattered, staged
 from engine.plugins.connectors._handoff_staging import settled
 from engine.plugins.connectors._handoff_wire import Kind, Line, LineError
@@ -34,8 +34,6 @@ class Pusher:
 
     Args:
         stall: seconds after which a motion that has not ended is given up.
-
-    Attribute ``given``: pages written.
     """
 
     def __init__(self, transport: Transport, leases: Leases, rows: Rows, stall: float) -> None:
@@ -46,19 +44,18 @@ class Pusher:
         self._revoked: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._reached: OrderedDict[str, None] = OrderedDict()
         self._stopping = False
-        self.given = 0
 
-    def push(self, line: Line, peer: Identity, want: tuple[int, int, int, bool], keys: Sequence[bytes]) -> None:
+    def push(self, line: Line, peer: Identity, want: tuple[int, int, int, bool], keys: Sequence[bytes]) -> int:
         """Do what a WANT says (its numbers: ``wire.WANT``), and answer it. Raises ``LineError``.
 
-        As long as this runs, the lease does not end.
+        As long as this runs, the lease does not end. Returns how many pages were written.
         """
         number, claim, offset, checked = want
         name = (peer.incarnation, number)
         begun = self._leases.begin(claim, keys)
         if begun is None:
             line.send(Kind.EXPIRED)
-            return
+            return 0
         hand_off, pages = begun
         well = False
         try:
@@ -66,10 +63,11 @@ class Pusher:
             told = self._rows.checksum(pages) if checked else 0
         except PushFailed as error:
             line.send(Kind.FAILED, wire.FAILED.pack(error.over) + str(error).encode())
+            return 0
         else:
-            self.given += len(pages)
             line.send(Kind.DONE, wire.DONE.pack(len(pages), told))
             well = True
+            return len(pages)
         finally:
             self._leases.end(hand_off, well=well)
 
@@ -124,7 +122,7 @@ class Pusher:
         except _GivenUp as error:
             over = self._give_up(name, error.motion)
             transport.disconnect(peer.incarnation)
-            raise PushFailed(f"{transport.name}: {error}", over=over) from None
+            raise PushFailed(str(error), over=over) from None
         self._over(name)
 
     def _connect(self, peer: Identity) -> None:
@@ -140,24 +138,19 @@ class Pusher:
     def _one(self, line: Line, receiver: str, portion: tuple[Words, Words, Words]) -> None:
         """One motion, to its end, also where nobody listens any more. Raises ``TransportError``, ``_GivenUp``."""
         motion = self._transport.begin(receiver, *portion)
-        began = told = time.monotonic()
-        pause = FIRST_LOOK
-        while (state := motion.state()) == "moving":
-            now = time.monotonic()
-            if self._stopping:
-                raise _GivenUp("the engine is being closed", motion)
-            if now - began > self._stall:
-                raise _GivenUp(f"it has not ended in {self._stall:g} seconds", motion)
-            if now - told > HEARTBEAT:
-                told = now
-                try:
-                    line.send(Kind.BUSY)
-                except LineError:
-                    told = float("inf")
-            time.sleep(pause)
-            pause = min(pause * 1.5, LAST_LOOK)
-        if state == "failed":
-            raise _GivenUp(motion.reason or "it failed", motion)
+        told, name = time.monotonic(), self._transport.name
+        try:
+            for now in looks(motion, name, self._stall):
+                if self._stopping:
+                    raise MotionFailed(f"{name}: the engine is being closed")
+                if now - told > HEARTBEAT:
+                    told = now
+                    try:
+                        line.send(Kind.BUSY)
+                    except LineError:
+                        told = float("inf")
+        except MotionFailed as error:
+            raise _GivenUp(str(error), motion) from None
         motion.drop()
 
     def _over(self, name: tuple[str, int]) -> None:

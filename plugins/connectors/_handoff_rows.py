@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,14 +52,10 @@ class Rows:
 
     def checksum(self, pages: Sequence[int]) -> int:
         """CRC-32 of these pages, region by region (``staged``)."""
-        value = 0
-        for region in self.regions:
-            for page in pages:
-                value = zlib.crc32(region[page].data, value)
-        return value
+        return checksum(region[page].data for region in self.regions for page in pages)
 
 
-def checksum(rows: Sequence[memoryview]) -> int:
+def checksum(rows: Iterable[memoryview]) -> int:
     """CRC-32 of the bytes of all rows."""
     value = 0
     for row in rows:

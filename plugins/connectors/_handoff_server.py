@@ -38,7 +38,8 @@ class Server:
         longest: seconds after which a read is broken off, however well it goes.
         pusher: writes pages to receivers; ``None``: they fetch them.
 
-    Attributes: ``given``, pages that receivers were sent or told the places of; ``refused``, peers turned away.
+    Attributes: ``given``, pages that receivers were sent, were told the places of, or had written to them; ``refused``,
+    peers turned away.
 
     Raises:
         ConfigError: it cannot listen there.
@@ -174,7 +175,7 @@ class Server:
             line.send(*((Kind.EXPIRED,) if pages is None else (Kind.PLACED, struct.pack(f">{len(pages)}I", *pages))))
         elif kind is Kind.WANT and size >= wire.WANT.size and self._pusher is not None:
             keys = wire.split_keys(body[wire.WANT.size :])
-            self._pusher.push(line, peer, wire.WANT.unpack_from(body), keys)
+            self.given += self._pusher.push(line, peer, wire.WANT.unpack_from(body), keys)
         elif kind is Kind.REVOKE and size == wire.CLAIM.size and self._pusher is not None:
             open_yet = self._pusher.revoke(peer.incarnation, *wire.CLAIM.unpack(body))
             line.send(Kind.HELD if open_yet else Kind.EXPIRED)

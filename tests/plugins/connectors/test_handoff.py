@@ -37,6 +37,7 @@ def test_bytes_come_as_they_are_and_nothing_else_is_written(sizes, mover, opened
     assert answer_of(sender, "p").kind == "done", "released by the receiver"
     assert sender.stats()["leases_released"] == 1
     assert sender.stats()["leased_pages"] == 0
+    assert sender.stats()["pages_given"] == receiver.stats()["pages_taken"] == 4
 
 
 def test_more_than_2048_scattered_pages(mover, opened):

@@ -6,6 +6,7 @@ Where a library is not installed its cases are skipped, and say what to install.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -152,8 +153,7 @@ class World:
         if self.pushes:
             return
         begun = []
-        owner, name = (store._transport, "begin") if store._transport is not None else (None, "")
-        if owner is None:
+        if store._transport is None:
             take = store._road.movers._streamed.move
 
             def move(load):
@@ -163,11 +163,11 @@ class World:
                         stop(process, number)
                     load.good(count)
 
-                take(type(load)(load.line, load.peer, load.claim, load.keys, load.pages, good, load.cancelled))
+                take(dataclasses.replace(load, good=good))
 
             store._road.movers._streamed.move = move
             return
-        real = getattr(owner, name)
+        real = store._transport.begin
 
         def begin(*pieces):
             begun.append(1)
@@ -175,7 +175,19 @@ class World:
                 stop(process, number)
             return real(*pieces)
 
-        setattr(owner, name, begin)
+        store._transport.begin = begin
+
+    def broken_off(self, number, patience):
+        """The sender gets a signal in the middle: whole pages have come, and the rest fails."""
+        process, address = self.sender(number=number)
+        store, region = self.receiver(patience=patience)
+        self.signals(store, process, number)
+        event = ask(store, "pull", keys(256), range(256), kv_from=address)
+        assert event.kind == "failed"
+        good = good_pages(event, 256)
+        assert SLOT <= good < 256
+        assert (region[:good] == content()[:good]).all()
+        return process, address, store, region
 
 
 def stop(process, number) -> None:
@@ -233,14 +245,7 @@ def test_thousands_of_scattered_pages_for_four_at_once(world):
 
 
 def test_b24_a_sender_that_is_stopped_and_goes_on_writes_nothing_late(world):
-    process, address = world.sender(number=signal.SIGSTOP)
-    store, region = world.receiver(patience=2.0)
-    world.signals(store, process, signal.SIGSTOP)
-    event = ask(store, "pull", keys(256), range(256), kv_from=address)
-    assert event.kind == "failed"
-    good = good_pages(event, 256)
-    assert SLOT <= good < 256
-    assert (region[:good] == content()[:good]).all()
+    process, address, store, region = world.broken_off(signal.SIGSTOP, patience=2.0)
     region[:] = 99  # somebody else has these pages now
     os.kill(process.pid, signal.SIGCONT)
     store.transfer_kv([])
@@ -256,14 +261,7 @@ def test_b24_a_sender_that_is_stopped_and_goes_on_writes_nothing_late(world):
 
 
 def test_a_sender_killed_in_the_middle_leaves_whole_pages_and_is_found_again(world):
-    process, address = world.sender(number=signal.SIGKILL)
-    store, region = world.receiver(patience=4.0)
-    world.signals(store, process, signal.SIGKILL)
-    event = ask(store, "pull", keys(256), range(256), kv_from=address)
-    assert event.kind == "failed"
-    good = good_pages(event, 256)
-    assert SLOT <= good < 256
-    assert (region[:good] == content()[:good]).all()
+    process, address, store, region = world.broken_off(signal.SIGKILL, patience=4.0)
     assert process.wait() == -signal.SIGKILL
     again, same = world.sender(port=int(address.rpartition(":")[2]))
     assert same == address

@@ -18,6 +18,7 @@ import time
 
 import numpy as np
 import pytest
+from handoff_kit import wait_for
 
 from engine.core import ConfigError
 from engine.core.memory import SharedMemory
@@ -36,14 +37,6 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on 
 
 def words(values) -> np.ndarray:
     return np.asarray(values, np.uint64)
-
-
-def wait_for(what, seconds=20.0):
-    until = time.monotonic() + seconds
-    while not (answer := what()):
-        assert time.monotonic() < until, "it takes too long"
-        time.sleep(0.002)
-    return answer
 
 
 class Peer:
@@ -145,6 +138,14 @@ class Pair:
         here.transport.connect("peer", peer.card)
         return here, peer
 
+    def under_way(self, mine, theirs):
+        """All memory is to move, and the peer, with whom bytes were exchanged before, is stopped."""
+        here, peer = self.connected(mine, theirs)
+        here.move(peer, [0], [0], [64])
+        pieces = np.arange(0, SIZE, 1 << 16)
+        peer.stop()
+        return here, peer, here.begin(peer, pieces, pieces, [1 << 16] * len(pieces))
+
 
 def scattered(piece: int, count: int, seed: int, size=SIZE) -> np.ndarray:
     return np.random.default_rng(seed).permutation(size // piece)[:count] * piece
@@ -226,11 +227,7 @@ def test_who_is_not_connected_is_said(pair):
 
 def test_a_killed_peer_fails_what_is_under_way_and_a_new_one_takes_its_place(pair):
     """The same name with another card: an engine that was started anew."""
-    here, peer = pair.connected(mine=5, theirs=6)
-    here.move(peer, [0], [0], [4096])
-    peer.stop()
-    pieces = np.arange(0, SIZE, 1 << 16)
-    motion = here.begin(peer, pieces, pieces, [1 << 16] * len(pieces))
+    here, peer, motion = pair.under_way(mine=5, theirs=6)
     peer.kill()
     if pair.which in ("shared", "nixl-shm"):  # the processor copies: it needs nobody
         end(motion)
@@ -270,11 +267,7 @@ def test_what_a_stopped_peer_still_writes(pair):
 
     Where this fails because nothing arrives, the library has become better than its transport says.
     """
-    here, peer = pair.connected(mine=1, theirs=2)
-    here.move(peer, [0], [0], [64])
-    pieces = np.arange(0, SIZE, 1 << 16)
-    peer.stop()
-    motion = here.begin(peer, pieces, pieces, [1 << 16] * len(pieces))
+    here, peer, motion = pair.under_way(mine=1, theirs=2)
     time.sleep(0.2)
     motion.drop()
     here.transport.disconnect("peer")
@@ -286,20 +279,16 @@ def test_what_a_stopped_peer_still_writes(pair):
         return
     peer.go_on()
     if here.transport.pushes:
-        wait_for(lambda: peer.ask("count 1") == str(SIZE))
+        wait_for(lambda: peer.ask("count 1") == str(SIZE), 20)
     else:
-        wait_for(lambda: (here.memory == 2).all())
+        wait_for(lambda: (here.memory == 2).all(), 20)
 
 
 @pytest.mark.parametrize("which", ["nixl", "nixl-push", "mooncake"])
 @pytest.mark.parametrize("then", ["goes on", "is killed"])
 def test_a_motion_says_the_truth_after_its_peer_was_disconnected(then, pair):
     """A slot of a staging area is free again when its motion has ended: that must be seen."""
-    here, peer = pair.connected(mine=1, theirs=2)
-    here.move(peer, [0], [0], [64])
-    pieces = np.arange(0, SIZE, 1 << 16)
-    peer.stop()
-    motion = here.begin(peer, pieces, pieces, [1 << 16] * len(pieces))
+    here, peer, motion = pair.under_way(mine=1, theirs=2)
     time.sleep(0.1)
     here.transport.disconnect("peer")
     assert motion.state() == "moving"
@@ -340,11 +329,7 @@ def test_threads_that_connect_at_once_share_what_is_known_of_the_peer(pair):
 
 @pytest.mark.parametrize("which", ["nixl"])
 def test_nothing_is_written_after_close(pair):
-    here, peer = pair.connected(mine=1, theirs=2)
-    here.move(peer, [0], [0], [64])
-    pieces = np.arange(0, SIZE, 1 << 16)
-    peer.stop()
-    motion = here.begin(peer, pieces, pieces, [1 << 16] * len(pieces))
+    here, peer, motion = pair.under_way(mine=1, theirs=2)
     here.transport.close()
     assert motion.state() == "failed"
     peer.go_on()
@@ -363,7 +348,7 @@ def test_nothing_is_left_open(which):
         one.transport.close()
         del one
         gc.collect()
-    wait_for(lambda: (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))) <= before)
+    wait_for(lambda: (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))) <= before, 20)
 
 
 @pytest.mark.parametrize("which", ["nixl", "mooncake"])
