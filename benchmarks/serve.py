@@ -200,10 +200,10 @@ def page(found: dict[str, dict[str, list[dict[str, Any]]]], bounds: dict[str, fl
     """The figures as a page of the docs."""
     lines = [
         "# Performance on a CPU", "",
-        f"Output tokens a second, waiting times in ms, medians: {machine}. The default model, greedy, each prompt cold.",
+        f"Output tokens a second, waiting times in ms, medians: {machine}. The default model, greedy, prompts cold.",
         "Engines took turns in one run, so rows of one workload can be compared with each other, not with other runs.",
-        "TTFT: until the first token; ITL: between tokens, of streams that run while others arrive. For a server that is",
-        "between its events. This page is written by `benchmarks/serve.py --page`.", "",
+        "TTFT: until the first token; ITL: between tokens, of streams that run while others arrive, for servers",
+        "between their events. This page is written by `benchmarks/serve.py --page`.", "",
     ]  # fmt: skip
     for name, sides in found.items():
         lines += [f"## {name}: {WORKLOADS[name]}", ""]
