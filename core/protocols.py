@@ -412,7 +412,7 @@ class Executor(Plugin, ABC):
 
     Class attributes:
         uses_attention: an attention backend must be selected for it.
-        overlaps: ``execute`` may be called in a thread of its own, with plans that were made before the outcome of the
+        overlaps: ``launch`` may be called in a thread of its own, with plans that were made before the outcome of the
             one before was known (``Plan.awaits``). Without it the engine plans and executes in turns.
         sampling: which of ``engine.core.sampling.SAMPLING`` it acts on. Requests that use another are refused by name.
     """
@@ -439,6 +439,16 @@ class Executor(Plugin, ABC):
         Raises ``ExecutionError`` (or anything else) when the step as a whole failed; a row that failed alone goes into
         ``outcome.errors``.
         """
+
+    def launch(self, plan: Plan) -> Callable[[], Outcome]:
+        """Begin to compute the plan; what is returned waits until it is computed, and gives its outcome or raises.
+
+        This is what the engine calls, plan after plan. An executor of a device that works on its own returns as soon as
+        the device has been told all, so that the next plan can be launched meanwhile. The answer is asked for once, in
+        any thread, also while the next plan is being launched. Default: ``execute``, at once.
+        """
+        outcome = self.execute(plan)
+        return lambda: outcome
 
     def broken(self) -> str | None:
         """Asked after a step failed: ``None`` if later steps may work, else the cause; the engine then stops.

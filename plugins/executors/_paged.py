@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from engine.core.errors import ExecutionError, ModelError
 from engine.core.protocols import Attention
@@ -38,7 +38,6 @@ UNSUPPORTED = {
 def register() -> None:
     """Make ``IMPLEMENTATION`` known to transformers. Mutates its registries; idempotent."""
     AttentionInterface.register(IMPLEMENTATION, _attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
 
 
 @contextmanager
@@ -73,10 +72,6 @@ def _attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (side[0].transpose(0, 1) for side in (query, key, value))
     return layer(module, q, k, v, scale, {**kwargs, "attention_mask": attention_mask}).unsqueeze(0), None
-
-
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Causality and row borders are the attention plugin's business: transformers needs no mask."""
 
 
 class LayerShape(NamedTuple):
@@ -117,13 +112,14 @@ class PagedLayers:
     """
 
     def __init__(
-        self, attention: Attention, shapes: Sequence[LayerShape], num_pages: int, page_size: int, dtype: torch.dtype
-    ) -> None:
+        self, attention: Attention, shapes: Sequence[LayerShape], num_pages: int, page_size: int, dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:  # fmt: skip
         self._attention = attention
         sides = [
             (num_pages, page_size, shape.kv_heads, size) for shape in shapes for size in (shape.k_dim, shape.v_dim)
         ]
-        tensors, self.shared = zeros(sides, dtype)
+        tensors, self.shared = zeros(sides, dtype, torch.device(device))
         self._pages = {shape.layer: (tensors[2 * at], tensors[2 * at + 1]) for at, shape in enumerate(shapes)}
 
     @property
