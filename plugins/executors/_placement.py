@@ -13,7 +13,7 @@ from engine.plugins.executors._device import device_of
 if TYPE_CHECKING:
     from engine.plugins.executors.torch import TorchOptions
 
-GRAPHS, FP8 = "attention:graphs", "attention:fp8-kv"
+GRAPHS = "attention:graphs"
 
 
 class Placement(NamedTuple):
@@ -62,15 +62,6 @@ def placement(options: TorchOptions) -> Placement:
     dtype: torch.dtype = getattr(torch, options.dtype)
     ahead = device.type != "cpu" if options.ahead is None else options.ahead
     return Placement(device, dtype, torch.float8_e4m3fn if options.kv_dtype == "fp8" else dtype, ahead)
-
-
-def check_backend(options: TorchOptions, attention: Attention) -> None:
-    """Raise ``ConfigError`` where the backend does not read the KV that the options ask for."""
-    if options.kv_dtype == "fp8" and FP8 not in attention.provides:
-        raise ConfigError(
-            f"executor torch: KV in fp8 needs an attention backend that reads it ({FP8}), and {attention.name!r} does "
-            f"not: select one that does, or leave kv_dtype at auto"
-        )
 
 
 def with_graphs(place: Placement, options: TorchOptions, attention: Attention) -> Placement:

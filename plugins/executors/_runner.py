@@ -29,8 +29,8 @@ from engine.plugins.executors._launch import Launcher
 from engine.plugins.executors._model import LoadedModel, kv_bytes, load_model
 from engine.plugins.executors._native import argmax_of
 from engine.plugins.executors._packed import can_pack
-from engine.plugins.executors._paged import PagedLayers, active
-from engine.plugins.executors._placement import Placement, check_backend, name_of, placement, with_graphs
+from engine.plugins.executors._paged import PagedLayers, active, introduce
+from engine.plugins.executors._placement import Placement, name_of, placement, with_graphs
 from engine.plugins.executors._replay import CudaCapture, EagerCapture
 from engine.plugins.executors._sampling import Sampler
 from engine.plugins.executors._threads import threads
@@ -70,9 +70,10 @@ class Runner:
         place = self._place = placement(self.options)
         source = resolve(self._model_name)
         attention = self._attention.prepare(device=str(place.device), dtype=self.options.dtype)
-        check_backend(self.options, self._attention)
         with threads(self.options.threads):
             model, computing = load_model(source, place.dtype, place.device), t.get_num_threads()
+            kv_dtype = name_of(place.kv_dtype) if place.kv_dtype is not place.dtype else ""
+            attention = introduce(self._attention, model.layers, attention, kv_dtype)
             packed = self._pack(model)
         self._model = model
         place = self._place = with_graphs(place, self.options, self._attention)

@@ -459,7 +459,7 @@ def test_a_device_that_is_not_there_is_refused_with_what_there_is(monkeypatch: p
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"kv_dtype": "fp8"}, "KV in fp8 needs an attention backend that reads it .attention:fp8-kv., and 'torch'"),
+        ({"kv_dtype": "fp8"}, "KV of fp8 is asked for, which attention torch does not read: --attention .* or leave"),
         ({"graphs": "on", "ahead": True}, "no graphs: attention 'torch' cannot be captured"),
         ({"graphs": "on"}, "not launched ahead"),
         ({"memory_part": 0.5}, "memory_part is for CUDA"),
@@ -489,7 +489,7 @@ class Nowhere(TorchAttention):
     def write(self, keys: Any, values: Any, k_pages: Any, v_pages: Any) -> None:
         assert keys.device == values.device == k_pages.device == v_pages.device == ELSEWHERE
 
-    def attend(self, query: Any, k_pages: Any, v_pages: Any, scale: float) -> Any:
+    def attend(self, query: Any, k_pages: Any, v_pages: Any, scale: float, **features: Any) -> Any:
         return query * scale
 
 
