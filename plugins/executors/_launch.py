@@ -112,6 +112,7 @@ class Launcher:
     ) -> None:  # fmt: skip
         self._device, self._attention, self._forward, self._layers = device, attention, forward, layers
         self._sampler, self._page_size, self._threads, self.graphs = sampler, page_size, cpu_threads, graphs
+        self._cascades = "attention:cascade" in attention.provides
         self._staging = Staging(device)
         self._last: Launched | None = None
 
@@ -189,6 +190,7 @@ class Launcher:
                 pages=plan.tables,
                 page_size=self._page_size,
                 device=self._device,
+                shared=plan.common_prefix_pages if self._cascades else 0,
             )
         )
         return self._forward(on_device, places, keep)

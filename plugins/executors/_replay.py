@@ -7,13 +7,53 @@ than computing them. A graph is told as one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from contextlib import nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Tensors = tuple[Tensor, ...]
 Run = Callable[[], Tensors]
+
+
+WAITS = frozenset(
+    {
+        "_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "nonzero", "nonzero_numpy", "argwhere",
+        "masked_select", "unique_dim", "_unique", "_unique2", "unique_consecutive", "bincount",
+    }
+)  # fmt: skip
+MASKS = (torch.bool, torch.uint8)
+
+
+class Waits(Exception):
+    """The work cannot be captured: the host waits for the device in it, or copies to it. The message says where."""
+
+
+class Watch(TorchDispatchMode):  # type: ignore[misc]
+    """Inside, what would be an error in a capture raises ``Waits``, on any device.
+
+    A failed capture may leave the device's context in an unknown state; this leaves nothing.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.__name__.partition(".")[0]
+        if name in WAITS or (name in ("_to_copy", "to", "copy_") and _crosses(args, kwargs)):
+            raise Waits(f"it waits for the device, or copies to it, in {func}")
+        if name in ("index", "index_put_", "index_put") and any(
+            isinstance(one, Tensor) and one.dtype in MASKS for one in args[1]
+        ):
+            raise Waits(f"it counts a mask on the device, in {func}")
+        return func(*args, **kwargs)
+
+
+def _crosses(args: Any, kwargs: Any) -> bool:
+    """Whether a copy goes from one device to another."""
+    devices = {one.device for one in args if isinstance(one, Tensor)}
+    wanted = kwargs.get("device") or next((one for one in args if isinstance(one, torch.device)), None)
+    return len(devices) > 1 or (wanted is not None and torch.device(wanted) not in devices)
 
 
 class Capture(Protocol):
@@ -25,16 +65,27 @@ class Capture(Protocol):
 
         What the returned function returns are the same tensors every time: each call writes over what the last one
         left, and over what the functions made by this capture before it left.
+
+        Raises:
+            Waits: the work is not of that kind.
         """
 
 
 class EagerCapture:
-    """Calls the work again. For tests of all that is around a graph, where there is no device that has them."""
+    """Calls the work again. For tests of all that is around a graph, where there is no device that has them.
+
+    Args:
+        strict: refuse work that a device could not capture. The compiled kernels of the CPU are such.
+    """
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self._strict = strict
 
     def __call__(self, prepare: Callable[[], None], work: Run) -> Run:
         """As ``Capture`` says; the results are copied to where the first ones were."""
         prepare()
-        kept = tuple(tensor.clone() for tensor in work())
+        with Watch() if self._strict else nullcontext():
+            kept = tuple(tensor.clone() for tensor in work())
 
         def replay() -> Tensors:
             for place, tensor in zip(kept, work(), strict=True):
@@ -62,7 +113,8 @@ class CudaCapture:
         self._stream.wait_stream(before)
         with torch.cuda.stream(self._stream):
             prepare()
-            work()
+            with Watch():
+                work()
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):

@@ -31,7 +31,7 @@ from engine.plugins.executors._native import argmax_of
 from engine.plugins.executors._packed import can_pack
 from engine.plugins.executors._paged import PagedLayers, active, introduce
 from engine.plugins.executors._placement import Placement, name_of, placement, with_graphs
-from engine.plugins.executors._replay import CudaCapture, EagerCapture
+from engine.plugins.executors._replay import CudaCapture, EagerCapture, Waits
 from engine.plugins.executors._sampling import Sampler
 from engine.plugins.executors._threads import threads
 from engine.plugins.executors._weights import Weights, chained, digest
@@ -147,16 +147,22 @@ class Runner:
         sizes = sorted(self.options.graph_sizes)
         fitting = [size for size in sizes if size < most] + [size for size in sizes if size >= most][:1]
         started = time.perf_counter()
-        with working_on(device), t.inference_mode(), active(self._layers):
-            graphs = DecodeGraphs(
-                sizes=fitting,
-                device=device,
-                scratch=self._num_pages,
-                page_size=self._page_size,
-                plan=self._attention.plan_graph,
-                forward=self._model.run,
-                capture=CudaCapture(device) if device.type == "cuda" else EagerCapture(),
-            )
+        try:
+            with working_on(device), t.inference_mode(), active(self._layers):
+                graphs = DecodeGraphs(
+                    sizes=fitting,
+                    device=device,
+                    scratch=self._num_pages,
+                    page_size=self._page_size,
+                    plan=self._attention.plan_graph,
+                    forward=self._model.run,
+                    capture=CudaCapture(device) if device.type == "cuda" else EagerCapture(),
+                )
+        except Waits as error:
+            if self.options.graphs == "on":
+                raise ConfigError(f"executor torch: there can be no graphs of this model: {error}") from error
+            log.warning("executor torch goes on without graphs: of this model there can be none: %s", error)
+            return
         self._launcher = self._new_launcher(graphs)
         log.info("executor torch: graphs of %s rows in %.1f s", fitting, time.perf_counter() - started)
 

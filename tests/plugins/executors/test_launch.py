@@ -16,18 +16,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.core.errors import ConfigError, ExecutionError
 from engine.core.pipeline import Pipeline
 from engine.core.plan import Outcome, Plan
 from engine.core.sampling import SamplingParams
 from engine.plugins.attention.torch import TorchAttention
-from engine.plugins.executors import _device, _launch
+from engine.plugins.executors import _device, _launch, _placement, _runner
 from engine.plugins.executors._graphs import DecodeGraphs
 from engine.plugins.executors._model import LoadedModel, load_model
 from engine.plugins.executors._paged import PagedLayers, active
-from engine.plugins.executors._replay import EagerCapture, Run
+from engine.plugins.executors._replay import EagerCapture, Waits, Watch
 from engine.plugins.executors._staging import Staging
 from engine.plugins.executors.torch import TorchExecutor
 from engine.testing import ScriptedExecutor, make_core
@@ -111,7 +110,7 @@ def test_what_is_launched_ahead_says_the_same(
             assert ahead == plain
 
 
-class Waits:
+class Counting:
     """Who waited for which fence, and when."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +150,7 @@ def test_nobody_waits_for_greedy_tokens_before_they_are_asked_for(
     options: dict[str, Any], order: tuple[int, ...],
 ) -> None:  # fmt: skip
     """Two steps in flight, the second going on from tokens of the first, in another order or not all of them."""
-    waits = Waits(monkeypatch)
+    waits = Counting(monkeypatch)
     alone = make_executor(tiny())
     run, requests = decoding(driver, alone)
     expected = [run.step([(request, 1) for request in requests]).tokens]
@@ -172,7 +171,7 @@ def test_nobody_waits_for_greedy_tokens_before_they_are_asked_for(
 def test_penalties_wait_for_the_tokens_that_they_count(
     tiny: Callable[..., Path], make_executor: Any, driver: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waits = Waits(monkeypatch)
+    waits = Counting(monkeypatch)
     executor = make_executor(tiny(), ahead=True)
     run, requests = decoding(driver, executor)
     penalised = run.request(PROMPTS[3], repetition_penalty=1.3)
@@ -247,30 +246,6 @@ def test_connectors_are_not_shown_the_scratch_page(tiny: Callable[..., Path], ma
     assert {len(region) for region in executor.kv_layout().regions} == {64}
 
 
-class NoWaiting(TorchDispatchMode):
-    """Raises where the host would wait for the device: inside of a capture that is an error, outside a lost overlap."""
-
-    WAITS = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select", "_to_copy", "item")
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.__name__.partition(".")[0]
-        kwargs = kwargs or {}
-        if name in self.WAITS and not (name == "_to_copy" and kwargs.get("device") is None):
-            raise AssertionError(f"{func} waits for the device, or copies from the host")
-        return func(*args, **kwargs)
-
-
-class WatchedCapture(EagerCapture):
-    """Looks at the work as a capture does."""
-
-    def __call__(self, prepare: Callable[[], None], work: Run) -> Run:
-        def watched() -> Any:
-            with NoWaiting():
-                return work()
-
-        return super().__call__(prepare, watched)
-
-
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma", "gpt2", "gpt_neox"])
 def test_a_decode_step_of_every_kind_of_model_can_be_captured(tiny: Callable[..., Path], kind: str) -> None:
     """No step of transformers' forward asks the device for a number."""
@@ -280,12 +255,38 @@ def test_a_decode_step_of_every_kind_of_model_can_be_captured(tiny: Callable[...
     with torch.inference_mode(), active(layers):
         graphs = DecodeGraphs(
             sizes=(2, 3), device=CPU, scratch=4, page_size=4, plan=backend.plan_graph, forward=model.run,
-            capture=WatchedCapture(),
+            capture=EagerCapture(strict=True),
         )  # fmt: skip
         found = graphs.replay(3, [0, 0], [[0], [1]])
     assert found.logits.shape == (3, model.vocab_size)
-    with pytest.raises(AssertionError, match="waits"), NoWaiting():
-        bool(torch.ones(2).all())
+
+
+def test_work_that_waits_for_the_device_is_not_captured(tiny: Callable[..., Path], monkeypatch: Any) -> None:
+    """It is found out before a capture is tried: the engine goes on without graphs and says so, or refuses."""
+    for wait in (
+        lambda: bool(torch.ones(2).all()),
+        lambda: torch.ones(2).nonzero(),
+        lambda: torch.ones(3)[torch.tensor([True, False, True])],
+        lambda: torch.ones(2).to("meta"),
+        lambda: torch.ones(2).tolist()[0] and torch.ones(1).item(),
+    ):
+        with pytest.raises(Waits), Watch():
+            wait()
+    with Watch(), torch.inference_mode():
+        assert torch.ones(3)[torch.tensor([0, 2])].to(torch.float64).to("cpu").shape == (2,)
+
+    plain = said(executor_of(tiny()))
+    forward = LoadedModel.run
+
+    def waiting(self: LoadedModel, ids: Any, positions: Any, keep: Any) -> Any:
+        return forward(self, ids, positions, keep) * int(positions.max() >= 0)
+
+    monkeypatch.setattr(LoadedModel, "run", waiting)
+    monkeypatch.setattr(_runner, "EagerCapture", lambda: EagerCapture(strict=True))
+    with pytest.raises(ConfigError, match="no graphs of this model: it waits for the device.*item"):
+        said(executor_of(tiny(), ahead=True, graphs="on"))
+    monkeypatch.setattr(_placement, "_no_graphs", lambda place, options, attention: "")
+    assert said(executor_of(tiny(), ahead=True)) == plain
 
 
 def loaded(path: Path) -> LoadedModel:
@@ -325,6 +326,33 @@ def test_graphs_are_made_for_those_that_may_run(tiny: Callable[..., Path], make_
     assert [fitting(rows) for rows in (1, 2, 3, 4, 5)] == [1, 2, 4, 4, None]
     assert fitting(2, tokens=2) is None
     assert fitting(2, samples=False) is None
+
+
+class Eighths(TorchAttention):
+    """The reference over pages of fp8, which it reads as numbers of the queries' type."""
+
+    name = "eighths"
+    provides = TorchAttention.provides | {"attention:fp8-kv"}
+
+    def write(self, keys: Any, values: Any, k_pages: Any, v_pages: Any) -> None:
+        raw = [side.view(torch.uint8) for side in (k_pages, v_pages)]
+        super().write(*(side.to(k_pages.dtype).view(torch.uint8) for side in (keys, values)), *raw)
+
+    def attend(self, query: Any, k_pages: Any, v_pages: Any, scale: float, **features: Any) -> Any:
+        return super().attend(query, k_pages.to(query.dtype), v_pages.to(query.dtype), scale, **features)
+
+
+def test_kv_in_fp8_takes_a_quarter_and_is_named_in_the_fingerprint(tiny: Callable[..., Path]) -> None:
+    plain, small = (
+        executor_of(tiny(), attention=Eighths(), ahead=True, kv_dtype=kind).load() for kind in ("auto", "fp8")
+    )
+    assert plain.kv_bytes_per_token == 4 * small.kv_bytes_per_token
+    assert small.fingerprint == f"{plain.fingerprint}:kv-fp8"
+    assert small.details["kv_dtype"] == "float8_e4m3fn"
+    executor = executor_of(tiny(), attention=Eighths(), ahead=True, kv_dtype="fp8")
+    outputs, _ = said(executor_of(tiny(), attention=Eighths(), kv_dtype="fp8"))
+    assert said(executor, overlap=True)[0] == outputs
+    assert outputs != said(executor_of(tiny()))[0], "it is not float32 in disguise"
 
 
 # ---- what fails
