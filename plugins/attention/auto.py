@@ -15,8 +15,6 @@ from engine.core.registry import make
 if TYPE_CHECKING:
     from torch import Tensor
 
-KINDS = frozenset({"attention:prefill", "attention:decode", "attention:mixed"})
-
 
 class AutoOptions(PluginOptions):
     """Options of backend ``auto``."""
@@ -29,41 +27,43 @@ class AutoOptions(PluginOptions):
 class AutoAttention(Attention):
     """Takes the first backend of ``order`` that can serve this executor on this machine, and is that one from then on.
 
-    Nothing is tried before ``prepare``, which says in words which one it is and why those before it are not. ``expect``
-    goes on to the next where the model's layers are not for the first. What it provides is what the chosen one does.
+    Nothing is tried before ``prepare``, which says in words which one it is and why those before it are not.
+    ``expect`` goes on to a later one where the model's layers need what the first cannot. What it ``provides`` is from
+    then on what that one does.
     """
 
     name = "auto"
-    provides = KINDS
+    provides = frozenset({"attention:prefill", "attention:decode", "attention:mixed"})
     Options = AutoOptions
 
     def __init__(self, options: Any = None) -> None:
         super().__init__(options)
-        self._left = list(self.options.order)  # to be tried, if the chosen one is not for the model
-        self._against: list[str] = []
-        self._where = ("cpu", "float32")
         self._chosen: Attention | None = None
+        self._left: list[str] = list(self.options.order)  # to try where the chosen one will not do
+        self._against: list[str] = []
         self._words = ""
+        self._sort = {"device": "cpu", "dtype": "float32"}
+        self._layers: Sequence[AttentionLayer] = ()
         self._context: Context | None = None
 
     def prepare(self, *, device: str, dtype: str) -> str:
         """Choose. Raises ``ConfigError`` where none can, with the cause of each; ``PluginError`` for an unknown one."""
         if self._chosen is None:
-            self._where = (device, dtype)
-            self._choose(())
-            if self._context is not None:
-                self._backend.start(self._context)
-        return self._said
+            self._sort = {"device": device, "dtype": dtype}
+            self._choose()
+        return self._words
 
-    def expect(self, layers: Sequence[AttentionLayer]) -> str:
-        """Go on to the first backend that can compute these layers. Raises ``ConfigError`` where none can."""
-        if self._chosen is None:
-            self._choose(layers)
-        elif not self._takes(self._chosen, self._words, layers):
-            self._chosen.close()
-            self._chosen = None
-            self._choose(layers)
-        return self._said
+    def expect(self, layers: Sequence[AttentionLayer]) -> str | None:
+        """Choose again, if need be. Raises ``ConfigError`` where none can, with the cause of each."""
+        self._layers = layers
+        if self._chosen is not None:
+            try:
+                self._check(self._chosen)
+            except ConfigError as error:
+                self._chosen.close()
+                self._against.append(str(error))
+                self._choose()
+        return self._words or None
 
     def start(self, context: Context) -> None:
         """Start the chosen backend, now or once it is chosen."""
@@ -78,7 +78,7 @@ class AutoAttention(Attention):
         self._backend.plan_batch(batch)
 
     def plan_graph(self, batch: Batch) -> None:
-        """As the chosen backend does."""
+        """As the chosen backend does. Raises ``NotImplementedError`` where it cannot."""
         self._backend.plan_graph(batch)
 
     def write(self, keys: Tensor, values: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
@@ -101,12 +101,9 @@ class AutoAttention(Attention):
             raise RuntimeError("attention auto: prepare() or plan_batch() comes first")
         return self._chosen
 
-    @property
-    def _said(self) -> str:
-        return "; ".join([self._words, *(f"not {cause}" for cause in self._against)])
-
-    def _choose(self, layers: Sequence[AttentionLayer]) -> None:
-        device, dtype = self._where
+    def _choose(self) -> None:
+        """The next one that can. Raises ``ConfigError`` where none is left."""
+        self._chosen = None
         while self._left:
             name = self._left.pop(0)
             if name == self.name:
@@ -114,29 +111,25 @@ class AutoAttention(Attention):
             backend = make("attention", name)
             assert isinstance(backend, Attention)
             try:
-                words = backend.prepare(device=device, dtype=dtype)
+                words = backend.prepare(**self._sort)
+                words = self._check(backend) or words
             except (ConfigError, PluginError) as error:
                 self._against.append(str(error))
+                backend.close()
             else:
-                self._words = words
-                if not layers or self._takes(backend, words, layers):
-                    self._chosen = backend
-                    self.provides = backend.provides  # type: ignore[misc]  # from now on
-                    return
-            backend.close()
-        tried = ", ".join(self.options.order)
-        raise ConfigError(f"no attention backend of {tried} can: {'; '.join(self._against)}")
+                self._words = "; ".join([words, *(f"not {cause}" for cause in self._against)])
+                self._chosen = backend
+                vars(self)["provides"] = backend.provides
+                if self._context is not None:
+                    backend.start(self._context)
+                return
+        raise ConfigError(f"no attention backend of {', '.join(self.options.order)} can: {'; '.join(self._against)}")
 
-    def _takes(self, backend: Attention, words: str, layers: Sequence[AttentionLayer]) -> bool:
-        """Whether it computes these layers; the cause, if not, is kept."""
-        lacking = frozenset[str]().union(*(layer.needs for layer in layers)) - backend.provides
-        if lacking:
-            what = ", ".join(sorted(name.removeprefix("attention:") for name in lacking))
-            self._against.append(f"attention {backend.name}, which does not compute what the model has: {what}")
-            return False
-        try:
-            self._words = backend.expect(layers) or words
-        except ConfigError as error:
-            self._against.append(str(error))
-            return False
-        return True
+    def _check(self, backend: Attention) -> str | None:
+        """Tell it of the layers, if they are known. Raises ``ConfigError`` where it cannot compute them."""
+        if not self._layers:
+            return None
+        missing = {need for layer in self._layers for need in layer.needs} - backend.provides
+        if missing:
+            raise ConfigError(f"attention {backend.name} does not provide {', '.join(sorted(missing))}")
+        return backend.expect(self._layers)

@@ -61,7 +61,7 @@ class SplitAttention(Attention):
     def expect(self, layers: Sequence[AttentionLayer]) -> str | None:
         """Tell both. Raises ``ConfigError`` where one of them cannot."""
         said = [backend.expect(layers) or backend.name for backend in self._both]
-        self.provides = self._provided()  # type: ignore[misc]  # those of ``auto`` change
+        vars(self)["provides"] = self._provided()  # of ``auto`` it is known now
         return self._words(said)
 
     def start(self, context: Context) -> None:

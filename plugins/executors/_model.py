@@ -96,6 +96,7 @@ class LoadedModel:
                 f"{type(self.module).__name__}: {len(probe.layers)} of {expected} layers use transformers' attention "
                 f"interface; only models whose every layer is standard attention can run on paged KV"
             )
+        check_windows(self.config, probe.layers)
         return probe.layers
 
 
@@ -144,7 +145,7 @@ def _load_directory(source: ModelSource, dtype: torch.dtype) -> LoadedModel:
 
 
 def check_config(config: Any) -> None:
-    """Refuse what a config tells of: not a decoder, windows, chunks, other layers, RoPE that depends on the batch.
+    """Refuse what a config tells of: not a decoder, chunks, other layers, RoPE that depends on the batch.
 
     Raises:
         ModelError: names the property.
@@ -154,14 +155,34 @@ def check_config(config: Any) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{name} is an encoder-decoder model; only decoders run here")
     kinds = set(getattr(text, "layer_types", None) or ())
-    if kinds - {"full_attention"}:
-        raise ModelError(f"{name} has layers of kind {', '.join(sorted(kinds))}; only full attention runs here")
-    window = getattr(text, "sliding_window", None)
-    if window is not None and not kinds and getattr(text, "use_sliding_window", True):
-        raise ModelError(f"{name} uses a sliding window of {window} tokens, which paged attention does not compute")
+    if kinds - {"full_attention", "sliding_attention"}:
+        raise ModelError(
+            f"{name} has layers of kind {', '.join(sorted(kinds))}; only full and sliding attention run here"
+        )
     rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("dynamic", "longrope"):
         raise ModelError(f"{name}: RoPE of type {rope['rope_type']} depends on what else is in the batch")
+
+
+def check_windows(config: Any, layers: Sequence[LayerShape]) -> None:
+    """Every sliding window that the config tells of must have been handed to attention, layer by layer.
+
+    Raises:
+        ModelError: the model applies one by a mask of its own, which paged attention would not see.
+    """
+    text = config.get_text_config()
+    window = getattr(text, "sliding_window", None)
+    kinds = list(getattr(text, "layer_types", None) or ())
+    if not kinds:
+        slides = window is not None and getattr(text, "use_sliding_window", True)
+        kinds = ["sliding_attention" if slides else "full_attention"] * len(layers)
+    for shape, kind in zip(sorted(layers), kinds, strict=True):
+        wanted = window if kind == "sliding_attention" else None
+        if shape.window != wanted:
+            raise ModelError(
+                f"{config.model_type}: layer {shape.layer} ({kind}) should have a window of {wanted} tokens and has "
+                f"{shape.window}: it is not one that paged attention computes"
+            )
 
 
 def _max_length(config: Any) -> int:

@@ -26,7 +26,7 @@ from engine.core.protocols import Attention, ModelInfo
 from engine.plugins.executors._model import LoadedModel, kv_bytes, load_model
 from engine.plugins.executors._native import argmax_of
 from engine.plugins.executors._packed import can_pack
-from engine.plugins.executors._paged import PagedLayers, active
+from engine.plugins.executors._paged import PagedLayers, active, introduce
 from engine.plugins.executors._sampling import Sampler
 from engine.plugins.executors._threads import threads
 from engine.plugins.executors._weights import Weights, chained, digest
@@ -63,6 +63,7 @@ class Runner:
         attention = self._attention.prepare(device="cpu", dtype=self.options.dtype)
         with threads(self.options.threads):
             model, computing = load_model(source, dtype), t.get_num_threads()
+            attention = introduce(self._attention, model.layers, attention)
             packed = self._pack(model)
         self._model = model
         self._fingerprint = f"{model.fingerprint}:{self.options.dtype}"
