@@ -7,7 +7,7 @@ A captured graph has wrappers and memory of its own, planned for all expected la
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ DIMS = (64, 128, 256)  # sizes of a head that its kernels are written for
 DTYPES = (torch.float16, torch.bfloat16)
 FP8 = torch.float8_e4m3fn
 
-Tokens = slice | Tensor
+Tokens: TypeAlias = "slice | Tensor"  # of the flattened batch
 
 
 class Share(NamedTuple):
@@ -190,8 +190,8 @@ class FlashInferKernels:
         kind = {"dtype": torch.int32, "device": self._device}
         most = rows * self.most_pages
         if len(self._graph_pages) < most:  # graphs that were captured keep the smaller one
-            self._graph_pages = torch.zeros(most, **kind)  # type: ignore[call-overload]
-        graph = Graph(torch.zeros(rows + 1, **kind), self._graph_pages[:most], torch.zeros(rows, **kind))  # type: ignore[call-overload]
+            self._graph_pages = torch.zeros(most, **kind)
+        graph = Graph(torch.zeros(rows + 1, **kind), self._graph_pages[:most], torch.zeros(rows, **kind))
         runs: dict[Layer, list[tuple[Tokens, Wrapper]]] = {}
         for layer in self._expected:
             cores = uses_tensor_cores(layer, self._options.tensor_cores)

@@ -154,5 +154,6 @@ def _tables(counts: Sequence[int], pages: Sequence[Sequence[int]], lengths: Sequ
 
 def _common(tables: Sequence[Sequence[int]], limit: int) -> int:
     """Entries at the front that all share, at most so many."""
-    first, last = min(tables), max(tables)  # what these two share, all others share
+    fronts = [tuple(table[:limit]) for table in tables]
+    first, last = min(fronts), max(fronts)  # what these two share, all others share
     return next((at for at in range(limit) if first[at] != last[at]), limit)

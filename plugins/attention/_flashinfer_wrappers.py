@@ -148,8 +148,8 @@ class Holistic:
 
     def run(self, query: Tensor, pages: tuple[Tensor, Tensor], out: Tensor | None) -> Tensor:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
-        answer, _ = self._wrapper.run(query, pages, out=out, logits_soft_cap=self._layer.soft_cap or 0.0)
-        return answer  # type: ignore[no-any-return]
+        answer: Tensor = self._wrapper.run(query, pages, out=out, logits_soft_cap=self._layer.soft_cap or 0.0)[0]
+        return answer
 
 
 class Cascade:

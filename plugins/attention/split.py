@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -142,8 +143,12 @@ class SplitAttention(Attention):
 
 def _rows(batch: Batch, rows: Sequence[int]) -> Batch:
     """A batch of some of its rows."""
-    starts, counts, pages = ([side[row] for row in rows] for side in (batch.starts, batch.counts, batch.pages))
-    return Batch(starts=starts, counts=counts, pages=pages, page_size=batch.page_size, device=batch.device)
+    return replace(
+        batch,
+        starts=[batch.starts[row] for row in rows],
+        counts=[batch.counts[row] for row in rows],
+        pages=[batch.pages[row] for row in rows],
+    )
 
 
 def _tokens(firsts: Sequence[int], rows: Sequence[int], device: Any) -> Any:

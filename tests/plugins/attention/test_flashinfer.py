@@ -204,14 +204,14 @@ def test_why_not_is_said_and_nothing_is_imported(monkeypatch: pytest.MonkeyPatch
         return imported(name, *args, **keywords)
 
     monkeypatch.setattr(builtins, "__import__", no_import)
-    monkeypatch.setattr(importlib, "import_module", lambda name: pytest.fail(f"{name} is imported"))
+    monkeypatch.setattr(flashinfer.importlib, "import_module", lambda name: pytest.fail(f"{name} is imported"))
     cuda = {"is_available": False, "get_device_name": "a GPU", "get_device_capability": (9, 0)}
 
     def refused(device: str = "cuda", dtype: str = "bfloat16") -> str:
         for name, value in cuda.items():
             monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
         with pytest.raises(ConfigError) as caught:
-            make("attention", "flashinfer").prepare(device=device, dtype=dtype)
+            flashinfer.FlashInferAttention().prepare(device=device, dtype=dtype)
         return str(caught.value)
 
     assert "computes on CUDA devices, not on cpu; torch sees none here" in refused("cpu", "float32")
