@@ -100,15 +100,15 @@ MISTAKES: dict[str, tuple[str, str, Change, dict[str, Any], str]] = {
     "offsets are long": (DECODE, "plan", put(0, torch.Tensor.long), {}, "must be a row of int32"),
     "offsets count tokens": (PREFILL, "plan", put(1, lambda offsets: offsets * 4), {}, "index|off by|comes from|size"),
     "query and page offsets change places": (
-        PREFILL, "plan", lambda args, _: args.__setitem__(slice(0, 2), args[1::-1]), {}, ".",
+        PREFILL, "plan", lambda args, _: args.__setitem__(slice(0, 2), args[1::-1]), {}, "does not match qo_indptr",
     ),
-    "heads change places": (DECODE, "plan", lambda args, _: args.__setitem__(slice(3, 5), args[4:2:-1]), {}, "."),
+    "heads change places": (DECODE, "plan", lambda args, _: args.__setitem__(slice(3, 5), args[4:2:-1]), {}, "over 8 KV"),
     "an argument that it does not know": (DECODE, "plan", other("scale", 0.3), {}, "unexpected keyword argument"),
     "a layout that is not ours": (PREFILL, "__init__", put(1, lambda _: "HND"), {}, "HND"),
     "a window where none was asked for": (PREFILL, "plan", other("window_left", 3), {}, "off by|reads"),
     "K and V in one list": (DECODE, "run", put(1, list), {}, "must be a pair"),
     "the answer goes somewhere else": (PREFILL, "run", without("out"), {}, "memory that nobody wrote"),
-    "the sums are asked for": (PREFILL, "run", other("return_lse", True), {}, "."),
+    "the sums are asked for": (PREFILL, "run", other("return_lse", True), {}, "not tuple"),
     "a scale for what was never scaled": (DECODE, "plan", other("logits_soft_cap", 0.5), {}, "off by"),
 }  # fmt: skip
 
