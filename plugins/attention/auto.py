@@ -20,7 +20,7 @@ class AutoOptions(PluginOptions):
     """Options of backend ``auto``."""
 
     order: tuple[str, ...] = Field(
-        ("cpu", "triton", "torch"), min_length=1, description="backends to try, the best first"
+        ("cpu", "flashinfer", "triton", "torch"), min_length=1, description="backends to try, the best first"
     )
 
 
@@ -58,7 +58,7 @@ class AutoAttention(Attention):
         self._layers = layers
         if self._chosen is not None:
             try:
-                self._check(self._chosen)
+                self._words = self._told(self._check(self._chosen)) or self._words
             except ConfigError as error:
                 self._chosen.close()
                 self._against.append(str(error))
@@ -117,13 +117,17 @@ class AutoAttention(Attention):
                 self._against.append(str(error))
                 backend.close()
             else:
-                self._words = "; ".join([words, *(f"not {cause}" for cause in self._against)])
+                self._words = self._told(words)
                 self._chosen = backend
                 vars(self)["provides"] = backend.provides
                 if self._context is not None:
                     backend.start(self._context)
                 return
         raise ConfigError(f"no attention backend of {', '.join(self.options.order)} can: {'; '.join(self._against)}")
+
+    def _told(self, words: str | None) -> str:
+        """What computes, and why those before it do not."""
+        return "; ".join([words, *(f"not {cause}" for cause in self._against)]) if words else ""
 
     def _check(self, backend: Attention) -> str | None:
         """Tell it of the layers, if they are known. Raises ``ConfigError`` where it cannot compute them."""
