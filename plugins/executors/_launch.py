@@ -29,6 +29,8 @@ from engine.plugins.executors._sampling import INFINITY, NAN, NONE_LEFT, Sampler
 from engine.plugins.executors._staging import Staging
 from engine.plugins.executors._threads import threads
 
+UNKNOWN = "the plan computes tokens that are not known yet"
+
 
 @dataclass(slots=True)
 class Launched:
@@ -164,6 +166,8 @@ class Launcher:
         """Replay the graph of ``size``; what it leaves of the plan's own rows."""
         graphs = self.graphs
         assert graphs is not None
+        if any(len(row.tokens) != 1 for row in rows):
+            raise ExecutionError(UNKNOWN)
         count, missing = len(rows), (0,) * (size - len(rows))
         self._put_ids([*[row.tokens[0] for row in rows], *missing], plan, graphs.ids[:size])
         self._staging.put([*plan.starts, *missing], torch.long, graphs.positions[:size])
@@ -178,7 +182,7 @@ class Launcher:
             ids += row.tokens
             positions += range(row.start, row.start + count)
         if len(ids) != len(positions):
-            raise ExecutionError("the plan computes tokens that are not known yet")
+            raise ExecutionError(UNKNOWN)
         put = self._staging.put
         on_device = self._put_ids(ids, plan)
         places = put(positions, torch.long)

@@ -7,6 +7,9 @@ a graph, static buffers, who waits for what) is what runs on a GPU.
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -571,3 +574,39 @@ def test_everything_that_a_step_computes_with_is_on_its_device(
     mixed = run.request((7, 7, 7))
     launcher.launch(replace(run.plan([(requests[0], 1), (mixed, 3)]), awaits=(0, -1)))
     launcher.launch(run.plan([(run.request((7, 7, 7)), 2)]))
+
+
+TRITON = """
+import sys
+from engine.core.registry import make
+from engine.core.sampling import SamplingParams
+from engine.plugins.executors.torch import TorchExecutor
+from engine.testing import make_core
+
+def said(attention, overlap, **options):
+    executor = TorchExecutor(TorchExecutor.Options(device="cpu", compiled=False, **options))
+    executor.use(model=sys.argv[1], attention=make("attention", attention), seed=0)
+    core = make_core(executor=executor, num_pages=24, max_batch_tokens=10, max_model_len=40, overlap=overlap)
+    prompts = ([5, 9, 2, 7, 1, 8], [40], [3, 1, 4, 1, 5, 9, 2])
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    requests = [core.add(prompt, params) for prompt in prompts]
+    while core.has_work:
+        core.step()
+    core.close()
+    return [request.output for request in requests]
+
+graphs = {"ahead": True, "graphs": "on", "graph_sizes": (2, 4)}
+for kv in ("auto", "fp8"):
+    plain, replayed = (said("triton", overlap, kv_dtype=kv, **more) for overlap, more in ((False, {}), (True, graphs)))
+    assert plain == replayed, (kv, plain, replayed)
+    assert kv == "fp8" or plain == said("torch", False), plain
+"""
+
+
+def test_graphs_of_triton_kernels_say_the_same(tiny: Callable[..., Path]) -> None:
+    """Its static index tensors, written anew at each step, in Triton's interpreter; with KV of its own type and fp8."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    command = [sys.executable, "-c", TRITON, str(tiny())]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
