@@ -26,9 +26,8 @@ Able = dict[str, list[str]]
 def able(report: Report) -> Able:
     """Which backends compute what here. Says why others do not."""
     found: Able = {}
-    for name in Registry().names("attention"):
-        if name in CHOOSERS:
-            continue
+    names = [name for name in Registry().names("attention") if name not in CHOOSERS]
+    for name in sorted(names, key=lambda name: name == "flashinfer"):  # last: it compiles for minutes at first
         why = ""
         for dtype in ("float32",) if report.tiny else ("float32", "float16", "bfloat16"):
             try:
@@ -96,6 +95,9 @@ def errors(report: Report, backends: Able) -> None:
     }
     rows = []
     for name, kind in each(backends):
+        if report.late:
+            report.leave(f"errors of {name} in {kind}: the time is up")
+            continue
         dtype, _, fp8 = kind.partition("+")
         more = {"kv_dtype": FP8} if fp8 else {}
         shape = Shape(heads=heads, kv_heads=kv_heads, head_dim=dim, page_size=PAGE, dtype=dtype,

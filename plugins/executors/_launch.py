@@ -1,11 +1,12 @@
 """Steps that are launched on a device without waiting for the one before.
 
 A row that goes on from a token of the step in flight takes it on the device, where that step has left it. What a step
-has sampled comes to the host by a copy that is waited for when the outcome is asked for, and not before. So a batch of
-greedy requests never makes the device wait for the host.
+has sampled comes to the host by a copy that is waited for when the outcome is asked for, and not before. So requests
+that take the likeliest token, or draw from all tokens or from the likeliest few, never make the device wait.
 
-Batches in which somebody draws at random, uses biases or penalties or wants log-probabilities choose their tokens
-before ``launch`` returns: that waits for the device. The next step is planned meanwhile all the same.
+Batches in which somebody uses ``top_p`` without a small ``top_k``, ``min_tokens``, biases or penalties, or wants
+log-probabilities, choose their tokens before ``launch`` returns: that waits for the device. The next step is planned
+meanwhile all the same.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from engine.plugins.executors._device import Fence, working_on
 from engine.plugins.executors._graphs import Captured, DecodeGraphs, Forward
 from engine.plugins.executors._paged import Layer, active
 from engine.plugins.executors._sampling import INFINITY, NAN, NONE_LEFT, Sampler, Wanted
+from engine.plugins.executors._sampling_draw import can_ahead, draw_ahead
 from engine.plugins.executors._staging import Staging
 from engine.plugins.executors._threads import threads
 
@@ -71,7 +73,7 @@ class Chosen(Launched):
         return self.known
 
 
-class Greedy(Launched):
+class Coming(Launched):
     """A step whose tokens are on their way to the host, with the logits that they have."""
 
     def __init__(self, plan: Plan, sampling: Sequence[int], tokens: Tensor, best: Tensor) -> None:
@@ -221,18 +223,25 @@ class Launcher:
     # ---- what is chosen
 
     def _choose(self, plan: Plan, rows: Sequence[Row], wanted: Wanted, found: Tensor | Captured) -> Launched:
-        if not wanted.prompts and all(plain(plan.requests[row].params) for row in wanted.rows):
-            if isinstance(found, Captured):
-                return Greedy(plan, wanted.rows, found.tokens, found.best)
-            best, tokens = found.float().max(dim=-1)
-            return Greedy(plan, wanted.rows, tokens, best)
-        logits = found if isinstance(found, Tensor) else found.logits
+        logits = found.logits if isinstance(found, Captured) else found.float()
+        put = self._staging.put
+        params = [plan.requests[row].params for row in wanted.rows]
+        if not wanted.prompts and all(unseen(wish, logits.shape[1]) for wish in params):
+            best, tokens = (found.best, found.tokens) if isinstance(found, Captured) else logits.max(dim=-1)
+            drawn = [at for at, wish in enumerate(params) if not wish.greedy]
+            if drawn:
+                wishes = [params[at] for at in drawn]
+                numbers = [self._sampler.number(plan, wanted.rows[at], rows[wanted.rows[at]]) for at in drawn]
+                picked = draw_ahead(logits, drawn, wishes, numbers, put)
+                tokens = tokens.index_copy(0, put(drawn, torch.long), picked)
+            return Coming(plan, wanted.rows, tokens, best)
         outcome = self._sampler.choose(logits, plan, rows, wanted)
         chosen = [outcome.tokens[row][0] if outcome.tokens[row] else 0 for row in wanted.rows]
-        return Chosen(plan, wanted.rows, self._staging.put(chosen, torch.long), outcome)
+        return Chosen(plan, wanted.rows, put(chosen, torch.long), outcome)
 
 
-def plain(params: SamplingParams) -> bool:
-    """Whether the likeliest token is all that is asked for."""
-    changed = params.min_tokens or params.penalised or params.logit_bias
-    return params.greedy and not changed and not params.reports
+def unseen(params: SamplingParams, vocab: int) -> bool:
+    """Whether the device can choose without being looked at: the likeliest token, or one drawn in a settled way."""
+    if params.min_tokens or params.penalised or params.logit_bias or params.reports:
+        return False
+    return params.greedy or can_ahead(params, vocab)

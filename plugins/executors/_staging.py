@@ -24,6 +24,7 @@ NUMBERS: dict[torch.dtype, Any] = {
     torch.long: np.int64,
     torch.int32: np.int32,
     torch.float32: np.float32,
+    torch.float64: np.float64,
     torch.bool: np.bool_,
 }
 

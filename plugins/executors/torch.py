@@ -130,8 +130,8 @@ class TorchExecutor(Executor):
     def launch(self, plan: Plan) -> Callable[[], Outcome]:
         """As ``execute``; where steps are launched ahead, the answer is what waits for the device.
 
-        A batch waits before ``launch`` returns where somebody in it draws at random, uses ``min_tokens``, biases or
-        penalties, or wants log-probabilities.
+        A batch waits before ``launch`` returns where somebody in it uses ``top_p`` without a small ``top_k``,
+        ``min_tokens``, biases or penalties, or wants log-probabilities.
         """
         return self._loaded.launch(plan)
 

@@ -30,6 +30,7 @@ from engine.plugins.executors._graphs import DecodeGraphs
 from engine.plugins.executors._model import LoadedModel, load_model
 from engine.plugins.executors._paged import PagedLayers, active
 from engine.plugins.executors._replay import EagerCapture, Waits, Watch
+from engine.plugins.executors._sampling_draw import can_ahead, draw_ahead
 from engine.plugins.executors._staging import Staging
 from engine.plugins.executors.torch import TorchExecutor
 from engine.testing import ScriptedExecutor, make_core
@@ -192,6 +193,41 @@ def test_penalties_wait_for_the_tokens_that_they_count(
 def started(executor: TorchExecutor, max_running: int = 4) -> None:
     """As the core does, which is not there."""
     executor.start(SimpleNamespace(limits=SimpleNamespace(max_running=max_running)))  # type: ignore[arg-type]
+
+
+UNSEEN: tuple[dict[str, Any], ...] = (
+    {"temperature": 0},
+    {"temperature": 1.0, "seed": 7},
+    {"temperature": 0.7, "seed": 1, "top_k": 5},
+    {"temperature": 1.3, "seed": 2, "min_p": 0.05},
+    {"temperature": 0.9, "seed": 3, "top_k": 20, "top_p": 0.8},
+    {"temperature": 1.0, "seed": 4, "min_p": 0.2, "top_k": 64},
+)
+
+
+@pytest.mark.parametrize("options", [{}, GRAPHS], ids=["eager", "graphs"])
+def test_what_is_drawn_on_the_device_is_the_same(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """By the same numbers, alone and in any company, in both loops; and nobody waits for it."""
+    plain = said(executor_of(tiny()), UNSEEN, max_running=6)
+    monkeypatch.setattr(_launch, "Chosen", None)
+    for overlap in (False, True):
+        assert said(executor_of(tiny(), ahead=True, **options), UNSEEN, overlap=overlap, max_running=6) == plain
+
+
+def test_drawing_ahead_asks_the_device_for_nothing_and_stays_in_the_vocabulary() -> None:
+    """Not even of rows that hold NaN, or nothing but minus infinity: the next step looks their tokens up."""
+    staging = Staging(CPU)
+    logits = torch.randn(3, 300)
+    logits[1] = float("nan")
+    logits[2] = float("-inf")
+    wishes = [SamplingParams(top_k=4), SamplingParams(), SamplingParams(min_p=0.1), SamplingParams(top_p=0.9)]
+    assert [can_ahead(wish, 300) for wish in wishes] == [True, True, True, False]
+    for wish in wishes[:3]:
+        with staging.step(), torch.inference_mode(), Watch():
+            picked = draw_ahead(logits, [0, 1, 2], [wish] * 3, [0.3, 0.999, 0.5], staging.put)
+        assert all(0 <= token < 300 for token in picked.tolist())
 
 
 def test_a_plan_that_goes_on_from_nothing_is_refused(
@@ -548,7 +584,7 @@ def test_everything_that_a_step_computes_with_is_on_its_device(
             super().__init__(plan, sampling, tokens)
 
     monkeypatch.setattr(_launch, "Staging", There)
-    monkeypatch.setattr(_launch, "Greedy", Kept)
+    monkeypatch.setattr(_launch, "Coming", Kept)
     register()
     config = AutoConfig.from_pretrained(tiny(kind))
     with ELSEWHERE, torch.no_grad():
