@@ -53,7 +53,10 @@ def _crosses(args: Any, kwargs: Any) -> bool:
     """Whether a copy goes from one device to another."""
     devices = {one.device for one in args if isinstance(one, Tensor)}
     wanted = kwargs.get("device") or next((one for one in args if isinstance(one, torch.device)), None)
-    return len(devices) > 1 or (wanted is not None and torch.device(wanted) not in devices)
+    if wanted is None or len(devices) > 1:
+        return len(devices) > 1
+    wanted = torch.device(wanted)
+    return not any(wanted in (device, torch.device(device.type)) for device in devices)
 
 
 class Capture(Protocol):
@@ -64,7 +67,7 @@ class Capture(Protocol):
         """``prepare``, then ``work`` once or more. Returns what does it again.
 
         What the returned function returns are the same tensors every time: each call writes over what the last one
-        left, and over what the functions made by this capture before it left.
+        left, and over what other functions of this capture left. The work with the largest results comes first.
 
         Raises:
             Waits: the work is not of that kind.
@@ -74,18 +77,25 @@ class Capture(Protocol):
 class EagerCapture:
     """Calls the work again. For tests of all that is around a graph, where there is no device that has them.
 
+    Results of all its functions lie in one place, so that whoever looks at some that are over reads others' numbers.
+
     Args:
         strict: refuse work that a device could not capture. The compiled kernels of the CPU are such.
     """
 
     def __init__(self, *, strict: bool = False) -> None:
         self._strict = strict
+        self._pool: Tensors = ()
 
     def __call__(self, prepare: Callable[[], None], work: Run) -> Run:
         """As ``Capture`` says; the results are copied to where the first ones were."""
         prepare()
         with Watch() if self._strict else nullcontext():
-            kept = tuple(tensor.clone() for tensor in work())
+            made = work()
+        self._pool = self._pool or tuple(tensor.clone() for tensor in made)
+        kept = tuple(
+            place.view(-1)[: tensor.numel()].view(tensor.shape) for place, tensor in zip(self._pool, made, strict=True)
+        )
 
         def replay() -> Tensors:
             for place, tensor in zip(kept, work(), strict=True):
