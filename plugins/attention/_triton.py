@@ -12,7 +12,15 @@ from torch import Tensor
 
 from engine.core.batch import AttentionLayer, Batch
 from engine.plugins.attention import _triton_kernels as kernels
-from engine.plugins.attention._triton_blocks import ALIGN, LOG2E, Blocks, blocks, lines_a_write, power
+from engine.plugins.attention._triton_blocks import (
+    ALIGN,
+    LOG2E,
+    Variant,
+    attend_sizes,
+    height,
+    merge_sizes,
+    write_sizes,
+)
 from engine.plugins.attention._triton_plan import (
     ITEM,
     MERGE,
@@ -27,6 +35,7 @@ from engine.plugins.attention._triton_plan import (
 )
 from engine.plugins.attention._triton_staging import Staging, packed
 
+DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 FLOAT8 = torch.float8_e4m3fn
 FUSED: dict[str, Any] = {} if kernels.INTERPRETED else {"enable_fp_fusion": True}  # later Tritons do not by default
 
@@ -131,14 +140,13 @@ class Paged:
 
     def _pieces(self, kind: Kind, rows: Rows) -> list[tuple[bool, Pieces]]:
         """Narrow and wide pieces, as far as there are any."""
-        room = power(kind.group)
-        narrow = rows.counts * kind.group <= room
+        narrow = rows.counts * kind.group <= height(kind.group, wide=False)
         result = []
-        for is_wide, chosen in ((False, narrow), (True, ~narrow)):
+        for wide, chosen in ((False, narrow), (True, ~narrow)):
             if chosen.any():
-                height = Blocks.height(kind.group) if is_wide else room
-                tiles = tiles_of(rows, chosen, height // kind.group, kind.window, ALIGN)
-                result.append((is_wide, pieces_of(tiles, ALIGN, self._wanted(kind, is_wide), self._split)))
+                queries = height(kind.group, wide) // kind.group
+                tiles = tiles_of(rows, chosen, queries, kind.window, ALIGN)
+                result.append((wide, pieces_of(tiles, ALIGN, self._wanted(kind, wide), self._split)))
         return result
 
     def _wanted(self, kind: Kind, wide: bool) -> int:
@@ -181,14 +189,13 @@ class Paged:
         step = self._planned
         keys, values = _lines(keys), _lines(values)
         tokens, kv_heads, dim = keys.shape
-        v_dim = values.shape[2]
         (k_pages, v_pages), fp8 = _bits(k_pages, v_pages, keys.dtype)
-        high = lines_a_write(dim, v_dim)
-        kernels.write[(-(-tokens * kv_heads // high),)](
+        sizes = write_sizes(kv_heads, dim, values.shape[2], fp8)
+        kernels.write[(-(-tokens * kv_heads // sizes["BLOCK_R"]),)](
             *(keys, values, k_pages, v_pages, step.slots, tokens, *keys.stride()[:2], *values.stride()[:2]),
-            KV_HEADS=kv_heads, DIM=dim, V_DIM=v_dim, BLOCK_R=high, BLOCK_D=power(dim), BLOCK_V=power(v_dim), FP8=fp8,
+            **sizes,
             **FUSED,
-        )  # fmt: skip
+        )
 
     def attend(
         self, query: Tensor, k_pages: Tensor, v_pages: Tensor, scale: float, window: int, soft_cap: float
@@ -207,20 +214,24 @@ class Paged:
         out = query.new_empty(tokens, heads, v_dim)
         scores = (scale / soft_cap, soft_cap * LOG2E) if soft_cap else (scale * LOG2E, 0.0)
         for launch in self._work(kind):
-            shape = blocks(query.element_size(), dim, v_dim, kind.group, launch.wide)
-            sizes = {"GROUP": kind.group, "KV_HEADS": kv_heads, "V_DIM": v_dim, "BLOCK_M": shape.m, "BLOCK_V": shape.v}
-            part = torch.empty(launch.parts, kv_heads, shape.m, v_dim, dtype=torch.float32, device=query.device)
-            weight = torch.empty(launch.parts, kv_heads, shape.m, dtype=torch.float32, device=query.device)
-            kernels.attend[len(launch.items), kv_heads](
+            variant = Variant(
+                DTYPES[query.dtype], kind.group, kv_heads, dim, v_dim, step.page_size, launch.wide, bool(window),
+                bool(soft_cap), fp8,
+            )  # fmt: skip
+            sizes, options = attend_sizes(variant, kernels.INTERPRETED)
+            part = torch.empty(launch.parts, kv_heads, sizes["BLOCK_M"], v_dim, device=query.device)
+            weight = torch.empty(launch.parts, kv_heads, sizes["BLOCK_M"], device=query.device)
+            kernels.attend[(len(launch.items) * kv_heads,)](
                 *(query, k_pages, v_pages, out, part, weight, step.pages, launch.items, *scores, window),
                 *query.stride()[:2],
-                **sizes, DIM=dim, PAGE=step.page_size, BLOCK_N=shape.n, BLOCK_D=shape.d, CAPPED=bool(soft_cap),
-                WINDOWED=bool(window), FP8=fp8, PRECISION="ieee" if query.dtype is torch.float32 else "tf32",
-                WIDEN=kernels.INTERPRETED and query.dtype is torch.bfloat16, num_warps=shape.warps,
-                num_stages=shape.stages, **FUSED,
-            )  # fmt: skip
+                **sizes,
+                **options,
+                **FUSED,
+            )
             if len(launch.merges):
-                kernels.merge[len(launch.merges), kv_heads](out, part, weight, launch.merges, **sizes, **FUSED)
+                kernels.merge[(len(launch.merges) * kv_heads,)](
+                    out, part, weight, launch.merges, **merge_sizes(variant), **FUSED
+                )
         return out
 
 

@@ -37,8 +37,8 @@ def attend(
 ):  # fmt: skip
     """One item and one KV head: ``out [tokens, heads, V_DIM]``, or ``part [parts, KV_HEADS, BLOCK_M, V_DIM]`` and
     ``weight [parts, KV_HEADS, BLOCK_M]`` (base 2)."""
-    head = tl.program_id(1)
-    item = items + tl.program_id(0) * 8
+    head = tl.program_id(0) % KV_HEADS  # neighbours read what lies side by side
+    item = items + tl.program_id(0) // KV_HEADS * 8
     token = tl.load(item)
     if token < 0:
         return
@@ -103,8 +103,8 @@ def merge(
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """The parts of one tile and one KV head, in order; a tile in one piece has its answer already."""
-    head = tl.program_id(1)
-    record = merges + tl.program_id(0) * 4
+    head = tl.program_id(0) % KV_HEADS
+    record = merges + tl.program_id(0) // KV_HEADS * 4
     parts = tl.load(record + 3)
     if parts < 2:
         return

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.plugins.attention._triton_plan import Ints
 
 GRAIN = 32  # numbers; arrays begin at multiples of it, so that the kernels may count on their place
-TURNS = 3  # copies that may be on their way
+TURNS = 4  # copies that may be on their way
 
 
 def packed(arrays: Sequence[Ints]) -> tuple[Ints, list[slice]]:

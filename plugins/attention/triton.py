@@ -75,7 +75,9 @@ class TritonAttention(Attention):
         """Plan for these layers. Raises ``ConfigError``: a head of more than 256 numbers."""
         for layer in layers:
             if max(layer.k_dim, layer.v_dim) > 256:
-                raise ConfigError(f"attention triton takes heads of up to 256 numbers, not {layer.k_dim}")
+                raise ConfigError(
+                    f"attention triton takes heads of up to 256 numbers, not {max(layer.k_dim, layer.v_dim)}"
+                )
         self._layers = layers
         if self._impl is not None:
             self._impl.expect(layers)
