@@ -7,20 +7,16 @@ from __future__ import annotations
 
 import builtins
 import importlib.util
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import flashinfer_front
+import flashinfer_record as record
+import flashinfer_standin as library
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-try:
-    import flashinfer_record as record
-    import flashinfer_standin as library
-    from flashinfer_kit import ROWS, SHARING, SMALL, OnStandIn, close, expected, memory
-finally:
-    sys.path.pop(0)
+from flashinfer_kit import ROWS, SHARING, SMALL, OnStandIn, close, expected, memory, on
 
 from engine.core import AttentionLayer, Batch, ConfigError
 from engine.core.registry import make
@@ -53,6 +49,23 @@ class TestOneKernel(Fast):
 
 class TestCascade(Fast):
     options = {**SMALL, "cascade": 1, "cascade_rows": 2}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="flashinfer is not installed: 855 MB")
+class TestTheLibrarysOwnWrappers(Fast):
+    """All of its Python, up to the launch."""
+
+    dtypes = ("bfloat16",)
+
+    @pytest.fixture(autouse=True)
+    def library(self) -> Iterator[None]:
+        with flashinfer_front.on_the_cpu() as installed:
+            type(self).plugin = on(installed)
+            yield
+
+
+class TestTheLibrarysOneKernel(TestTheLibrarysOwnWrappers):
+    options = {**SMALL, "mixed": "batch", "tensor_cores": "always"}
 
 
 # ---- the record
@@ -97,9 +110,11 @@ def test_unknown_and_missing_arguments_are_refused(name: str, keywords: dict[str
 @pytest.mark.parametrize("window", [None, 1, 5, 36])
 @pytest.mark.parametrize("soft_cap", [None, 0.7])
 @pytest.mark.parametrize("options", [{}, {"mixed": "prefill"}, {"mixed": "batch"}, SHARING], ids=str)
-def test_windows_and_capped_scores(window: int | None, soft_cap: float | None, options: dict[str, Any]) -> None:
+def test_windows_and_capped_scores(
+    window: int | None, soft_cap: float | None, options: dict[str, Any], flashinfer_class: Any
+) -> None:
     """Layers with and without them in turn, in one step, and again in the next."""
-    backend = OnStandIn(OnStandIn.Options(**SMALL, **options))
+    backend = flashinfer_class(OnStandIn.Options(**SMALL, **options))
     for seed in range(2):
         given = memory(ROWS, shared=32, seed=seed)
         backend.plan_batch(given.batch)
@@ -111,7 +126,7 @@ def test_windows_and_capped_scores(window: int | None, soft_cap: float | None, o
 
 
 @pytest.mark.parametrize("options", [{}, {"mixed": "prefill"}, {"mixed": "batch"}, SHARING], ids=str)
-def test_pages_of_fp8(options: dict[str, Any]) -> None:
+def test_pages_of_fp8(options: dict[str, Any], flashinfer_class: Any) -> None:
     given = memory(ROWS, shared=32)
     given.row_keys[1][0, 0, 0] = given.row_values[1][0, 0, 0] = 1000.0  # fp8 ends at 448
     pages = [torch.zeros(given.k_pages.shape, dtype=torch.float8_e4m3fn) for _ in range(2)]
@@ -123,7 +138,7 @@ def test_pages_of_fp8(options: dict[str, Any]) -> None:
     new = [torch.cat([row[start:] for row, (start, _) in zip(rows, given.rows, strict=True)]) for rows in
            (given.row_keys, given.row_values)]  # fmt: skip
     new = [torch.where(side == 448, 1000.0, side.float()).to(side.dtype) for side in new]
-    backend = OnStandIn(OnStandIn.Options(**SMALL, **options))
+    backend = flashinfer_class(OnStandIn.Options(**SMALL, **options))
     backend.plan_batch(given.batch)
     backend.write(*new, *pages)
     close(backend.attend(given.query, *pages, 0.05), expected(given, 0.05, None, None))

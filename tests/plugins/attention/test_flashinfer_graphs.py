@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-try:
-    from flashinfer_kit import ROWS, SHARING, SMALL, OnStandIn, close, expected, memory
-    from graph_standin import capturing
-finally:
-    sys.path.pop(0)
+from flashinfer_kit import ROWS, SHARING, SMALL, OnStandIn, close, expected, memory
+from graph_standin import capturing
 
 from engine.core import AttentionLayer, Batch, Context, Limits, ModelInfo
 from engine.testing.paged import PagedMemory
 
 
-def told(*, window: int | None = None, max_model_len: int = 64) -> OnStandIn:
+def told(cls: Any, *, window: int | None = None, max_model_len: int = 64) -> Any:
     """A backend that knows a model of two kinds of layers."""
-    backend = OnStandIn(OnStandIn.Options(**SMALL, **SHARING))
+    backend = cls(cls.Options(**SMALL, **SHARING))
     backend.plan_batch(Batch(starts=[0], counts=[1], pages=[[0]], page_size=4))  # as prepare() would, it makes the rest
     layers = [
         AttentionLayer(heads=8, kv_heads=2, k_dim=64, v_dim=64, scale=0.2, window=each) for each in (None, window)
@@ -42,7 +36,7 @@ class Static:
         self.keys, self.values = (torch.zeros(rows, 2, 64, dtype=torch.bfloat16) for _ in range(2))
         self.k_pages, self.v_pages = k_pages, v_pages
 
-    def layer(self, backend: OnStandIn, window: int | None) -> torch.Tensor:
+    def layer(self, backend: Any, window: int | None) -> torch.Tensor:
         backend.write(self.keys, self.values, self.k_pages, self.v_pages)
         features = {} if window is None else {"window": window}
         return backend.attend(self.query, self.k_pages, self.v_pages, 0.2, **features)
@@ -57,9 +51,9 @@ def padded(given: PagedMemory, rows: int, scratch: int) -> Batch:
 
 
 @pytest.mark.parametrize("window", [None, 6])
-def test_a_graph_computes_what_was_planned_last(window: int | None) -> None:
+def test_a_graph_computes_what_was_planned_last(window: int | None, flashinfer_class: Any) -> None:
     """Captured once for each size, replayed for other rows: nothing that was known when it was captured remains."""
-    backend, scratch = told(window=window), 200
+    backend, scratch = told(flashinfer_class, window=window), 200
     k_pages, v_pages = (torch.zeros(scratch + 1, 4, 2, 64, dtype=torch.bfloat16) for _ in range(2))
     graphs = {}
     for rows in (6, 3):
@@ -88,7 +82,7 @@ def test_a_graph_computes_what_was_planned_last(window: int | None) -> None:
 
 
 def test_what_a_graph_was_not_planned_for_is_an_error() -> None:
-    backend = told()
+    backend = told(OnStandIn)
     fresh = OnStandIn(OnStandIn.Options(**SMALL))
     fresh.plan_batch(Batch(starts=[0], counts=[1], pages=[[0]], page_size=4))
     with pytest.raises(RuntimeError, match=r"expect\(\) and start\(\) come before plan_graph"):
