@@ -9,12 +9,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from _gpu_report import Report
 
-from engine.core import EngineConfig, EngineCore, SamplingParams, assemble
+from engine.core import Batch, EngineConfig, EngineCore, SamplingParams, assemble
 from engine.core.plan import Outcome, Plan
 from engine.core.sampling import TokenLogprobs
 
@@ -98,19 +99,27 @@ def _tied(token: TokenLogprobs) -> bool:
 
 
 class Spans:
-    """Stands before ``launch``: notes where each step begins and ends on the device; on the CPU, on its clock."""
+    """Notes where the kernels of each step begin and end.
+
+    On a GPU by marks among them: before the forward pass, when its inputs and page tables are there, and after the copy
+    of its tokens. What the host does between steps is in no span, but for what the device does meanwhile. On the CPU by
+    the clock, around ``launch``.
+    """
 
     def __init__(self, core: EngineCore, report: Report) -> None:
-        self._launch, self._report = core.executor.launch, report
+        self._report = report
         self.steps: list[tuple[int, Any, Any]] = []
-        core.executor.launch = self.launch  # type: ignore[method-assign]
-
-    def launch(self, plan: Plan) -> Callable[[], Outcome]:
-        """A step, and two marks around it."""
-        begin = self._mark()
-        answer = self._launch(plan)
-        self.steps.append((plan.total_tokens, begin, self._mark()))
-        return answer
+        executor: Any = core.executor
+        if not report.on_gpu:
+            self._launch = executor.launch
+            executor.launch = self._timed
+            return
+        launcher, attention = executor._runner._launcher, executor._attention
+        self._choose, self._begin = launcher._choose, self._mark()
+        launcher._choose = self._chosen
+        attention.plan_batch = partial(self._planned, attention.plan_batch)
+        if launcher.graphs is not None:
+            launcher.graphs._plan = partial(self._planned, launcher.graphs._plan)
 
     def gaps(self, rows: int) -> list[float]:
         """µs between steps of steady decode."""
@@ -120,9 +129,22 @@ class Spans:
             return [1e3 * one[2].elapsed_time(two[1]) for one, two in itertools.pairwise(steps)]
         return [1e6 * (two[1] - one[2]) for one, two in itertools.pairwise(steps)]
 
+    def _timed(self, plan: Plan) -> Callable[[], Outcome]:
+        begin = time.perf_counter()
+        answer = self._launch(plan)
+        self.steps.append((plan.total_tokens, begin, time.perf_counter()))
+        return answer
+
+    def _planned(self, plan: Callable[[Batch], None], batch: Batch) -> None:
+        plan(batch)
+        self._begin = self._mark()
+
+    def _chosen(self, plan: Plan, *rest: Any) -> Any:
+        launched = self._choose(plan, *rest)
+        self.steps.append((plan.total_tokens, self._begin, self._mark()))
+        return launched
+
     def _mark(self) -> Any:
-        if not self._report.on_gpu:
-            return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._report.device))
         return event

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,6 +62,38 @@ def test_what_is_wrong_fails_and_what_is_late_is_said(
         assert words in failed
     assert gpu_check.run(gpu_check.Report(torch.device("cpu"), True, 0.0), str(tiny()), ("times", "suites")) == 3
     assert "not tried: times of attention: the time is up" in capsys.readouterr().out
+
+
+REPLAYABLE = """
+from engine.plugins.attention.torch import TorchAttention
+
+class Replayable(TorchAttention):
+    name = "replayable"
+    provides = TorchAttention.provides | {"attention:graphs"}
+
+    def plan_graph(self, batch):
+        self.plan_batch(batch)
+"""
+
+
+@pytest.mark.parametrize("graphs", ["off", "on"])
+def test_every_step_on_a_device_has_its_marks(
+    benchmarks: None, tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graphs: str
+) -> None:
+    """One before its forward pass, planned in either way, and one behind it: by the clock here."""
+    import _gpu_executor
+
+    (tmp_path / "replaying.py").write_text(REPLAYABLE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(_gpu_executor.Spans, "_mark", lambda self: time.perf_counter())
+    options = {"device": "cpu", "ahead": True, "graphs": graphs}
+    with _gpu_executor.engine(str(tiny()), 3, overlap=True, attention="replaying:Replayable", **options) as core:
+        spans = _gpu_executor.Spans(core, SimpleNamespace(on_gpu=True, device=None))
+        _gpu_executor.said(core, 3, 6, 5)
+    assert [tokens for tokens, _, _ in spans.steps][-3:] == [3, 3, 3]
+    times = [mark for _, begin, end in spans.steps for mark in (begin, end)]
+    assert times == sorted(times)
+    assert len(set(times)) == 2 * len(spans.steps)
 
 
 def test_the_benchmark_of_gaps_runs() -> None:

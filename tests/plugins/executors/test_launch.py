@@ -33,7 +33,7 @@ from engine.plugins.executors._replay import EagerCapture, Waits, Watch
 from engine.plugins.executors._sampling_draw import can_ahead, draw_ahead
 from engine.plugins.executors._staging import Staging
 from engine.plugins.executors.torch import TorchExecutor
-from engine.testing import ScriptedExecutor, make_core
+from engine.testing import ExecutorSuite, ScriptedExecutor, make_core
 
 CPU = torch.device("cpu")
 PROMPTS = (
@@ -112,6 +112,17 @@ def test_what_is_launched_ahead_says_the_same(
             plain = said(executor_of(model), wishes, **settings)
             ahead = said(executor_of(model, ahead=True, **options), wishes, overlap=overlap, **settings)
             assert ahead == plain
+
+
+class TestAhead(ExecutorSuite):
+    """The rules of every executor."""
+
+    plugin = "torch"
+    options = {"device": "cpu", "ahead": True, **GRAPHS}
+
+    @pytest.fixture(autouse=True)
+    def _small(self, tiny: Callable[..., Path]) -> None:
+        type(self).use = {"model": str(tiny()), "attention": Replayable()}
 
 
 class Counting:
