@@ -7,10 +7,12 @@ import os
 import platform
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple
+from typing import Any
 
 import typer
 
+from engine.cli.doctor_attention import backends, layer_of, place
+from engine.cli.findings import Finding
 from engine.cli.flags import with_config
 from engine.core.config import EngineConfig, LoadedConfig, parse_bytes
 from engine.core.errors import EngineError, ModelError
@@ -35,19 +37,12 @@ OLDER_NAMES = {  # GPT-2 and its relatives
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-class Finding(NamedTuple):
-    """One line: ``ok``, ``missing`` (a server would not start), or ``absent`` (optional)."""
-
-    status: str
-    name: str
-    words: str
-
-
 @with_config()
 def doctor(*, loaded: LoadedConfig) -> None:
     """Check versions, devices, plugins, model and page budget. Exit code 1 if something needed is missing."""
     config = loaded.config
     findings = [*packages(), *guarded("devices", devices), *plugins(loaded)]
+    findings += guarded("attention", lambda: attention(config))
     findings += guarded("model", lambda: model(config))
     for finding in findings:
         mark = {"ok": "ok     ", "absent": "absent ", "missing": "MISSING"}[finding.status]
@@ -116,8 +111,8 @@ def plugins(loaded: LoadedConfig) -> Iterator[Finding]:
             made.append(build(found, with_role(one.selection, found.cls, loaded.config.role)))
             words = [f"{one.selection.name} ({found.origin})", *found.notes]
             if isinstance(made[-1], Attention):
-                dtype = str(loaded.config.executor.options.get("dtype", "float32"))
-                words.append(made[-1].prepare(device="cpu", dtype=dtype))
+                device, dtype = place(loaded.config)
+                words.append(made[-1].prepare(device=device, dtype=dtype))
             made[-1].close()
             yield Finding("ok", one.role, "; ".join(words))
         except EngineError as error:
@@ -136,6 +131,26 @@ def plugins(loaded: LoadedConfig) -> Iterator[Finding]:
     for line in registry.listing():
         if line.status != "ok":
             yield Finding("absent", line.role, f"{line.name} of {line.distribution} does not work: {line.cause}")
+
+
+def attention(config: EngineConfig) -> Iterator[Finding]:
+    """Which of the installed backends could compute the model, where the executor wants one."""
+    from engine.core.models.source import resolve
+    from engine.core.registry import Registry
+
+    try:
+        executor = Registry().select("executor", config.executor.name).cls
+    except EngineError:
+        return  # the executor's line says why, and so it does of a bad type
+    if not getattr(executor, "uses_attention", False) or place(config)[1] not in ITEM_BYTES:
+        return
+    kv_dtype = "float8_e4m3fn" if config.executor.options.get("kv_dtype") == "fp8" else ""
+    try:
+        source = resolve(config.model)
+        layer = layer_of(read_config(source.kind, source.path), kv_dtype)
+    except EngineError:
+        layer = None  # the model's line says why
+    yield from backends(config, layer)
 
 
 def model(config: EngineConfig) -> Iterator[Finding]:

@@ -4,7 +4,7 @@ Everything that a plugin needs is imported from here.
 """
 
 from engine.core.assemble import assemble
-from engine.core.batch import Batch
+from engine.core.batch import AttentionLayer, Batch
 from engine.core.cache_events import CacheBatch, CacheEvent, CacheLog, CacheSnapshot, TooOld
 from engine.core.cache_index import CacheIndex
 from engine.core.cache_watch import CacheWatcher
@@ -64,6 +64,7 @@ __all__ = [
     "API_VERSION",
     "SAMPLING",
     "Attention",
+    "AttentionLayer",
     "Batch",
     "CacheBatch",
     "CacheEvent",

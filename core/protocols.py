@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
-from engine.core.batch import Batch
+from engine.core.batch import AttentionLayer, Batch
 from engine.core.errors import ConfigError
 from engine.core.hookspecs import hookimpl
 from engine.core.pages import PagePool
@@ -412,7 +412,7 @@ class Executor(Plugin, ABC):
 
     Class attributes:
         uses_attention: an attention backend must be selected for it.
-        overlaps: ``execute`` may be called in a thread of its own, with plans that were made before the outcome of the
+        overlaps: ``launch`` may be called in a thread of its own, with plans that were made before the outcome of the
             one before was known (``Plan.awaits``). Without it the engine plans and executes in turns.
         sampling: which of ``engine.core.sampling.SAMPLING`` it acts on. Requests that use another are refused by name.
     """
@@ -439,6 +439,16 @@ class Executor(Plugin, ABC):
         Raises ``ExecutionError`` (or anything else) when the step as a whole failed; a row that failed alone goes into
         ``outcome.errors``.
         """
+
+    def launch(self, plan: Plan) -> Callable[[], Outcome]:
+        """Begin to compute the plan; what is returned waits until it is computed, and gives its outcome or raises.
+
+        This is what the engine calls, plan after plan. An executor of a device that works on its own returns as soon as
+        the device has been told all, so that the next plan can be launched meanwhile. The answer is asked for once, in
+        any thread, also while the next plan is being launched. Default: ``execute``, at once.
+        """
+        outcome = self.execute(plan)
+        return lambda: outcome
 
     def broken(self) -> str | None:
         """Asked after a step failed: ``None`` if later steps may work, else the cause; the engine then stops.
@@ -493,9 +503,15 @@ class Executor(Plugin, ABC):
 class Attention(Plugin, ABC):
     """An attention backend over paged KV. Tensors are torch's; the core never looks at them.
 
-    It belongs to the executor that is given it, which starts and closes it.
+    It belongs to the executor that is given it, which starts and closes it: ``prepare``, ``expect``, ``start``, and
+    then for each step ``plan_batch`` and, for each layer, ``write`` and ``attend``.
 
     Layout of one layer's K and of its V: ``[num_pages, page_size, kv_heads, head_dim]``.
+
+    What it ``provides``: ``attention:prefill``, ``attention:decode`` and ``attention:mixed`` (kinds of batches),
+    ``attention:window`` and ``attention:soft-cap`` (features of layers), ``attention:fp8-kv`` (pages of type
+    ``float8_e4m3fn``, stored with scale 1), ``attention:graphs`` (``plan_graph``), ``attention:cascade`` (it reads
+    ``Batch.shared`` pages once).
     """
 
     def prepare(self, *, device: str, dtype: str) -> str:
@@ -512,17 +528,59 @@ class Attention(Plugin, ABC):
         """
         return self.name
 
+    def expect(self, layers: Sequence[AttentionLayer]) -> str | None:
+        """Every attention layer of the model, in order: told at most once, after ``prepare`` and before ``start``.
+
+        Returns, in words, what will compute, where that is not what ``prepare`` said. Default: nothing is done.
+
+        Raises:
+            ConfigError: it cannot compute one of them; says why.
+        """
+        return None
+
     @abstractmethod
     def plan_batch(self, batch: Batch) -> None:
         """Prepare for a batch (lengths, page tables): called once a step, before the first layer."""
+
+    def plan_graph(self, batch: Batch) -> None:
+        """As ``plan_batch``, for a step whose kernels are, or will be, launched by a CUDA graph: ``attention:graphs``.
+
+        All rows are decodes (``counts`` are 1); their number says which graph. The executor pads a batch with rows of
+        one token on a page that nobody owns; those may share it. The first call with so many rows makes the index
+        tensors of that graph, for rows of any length; later ones overwrite them in place, in stream order, without
+        waiting for the device. What is captured between must hold: ``write`` and ``attend`` launch kernels and nothing
+        else, and a graph computes what the latest ``plan_graph`` with its number of rows has told. Graphs are planned
+        the largest first, after ``expect`` and ``start``; each is run once without capture before it is captured.
+
+        Raises:
+            NotImplementedError: this backend cannot (the default).
+        """
+        raise NotImplementedError(f"attention {self.name} cannot be captured in graphs")
 
     @abstractmethod
     def write(self, keys: Any, values: Any, k_pages: Any, v_pages: Any) -> None:
         """Store the batch's new K and V, each ``[tokens, kv_heads, head_dim]``, into the pages of a layer."""
 
     @abstractmethod
-    def attend(self, query: Any, k_pages: Any, v_pages: Any, scale: float) -> Any:
-        """Causal attention of ``query [tokens, heads, head_dim]`` over the pages: the same shape back."""
+    def attend(
+        self,
+        query: Any,
+        k_pages: Any,
+        v_pages: Any,
+        scale: float,
+        *,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> Any:
+        """Causal attention of ``query [tokens, heads, head_dim]`` over the pages: ``[tokens, heads, v_head_dim]`` back.
+
+        Args:
+            scale: what scores are multiplied by.
+            window: keys that a query sees at most, itself included. Given only to those who provide
+                ``attention:window``, for layers that have one.
+            soft_cap: scores become ``soft_cap * tanh(score * scale / soft_cap)``. Given only to those who provide
+                ``attention:soft-cap``, for layers that have one.
+        """
 
 
 class Frontend(Plugin, ABC):

@@ -29,6 +29,12 @@ class _Prefill(NamedTuple):
     slots: Tensor
     mask: Tensor | None  # None: square and causal
 
+    def windowed(self, window: int) -> Tensor:
+        """The mask where a query sees so many keys, itself included."""
+        count, length = self.last - self.first, self.slots.shape[0]
+        causal = _causal_mask(length - count, count, self.slots.device)
+        return causal.triu(length - count - window + 1)
+
 
 class _Decode(NamedTuple):
     """Rows of one token each: query rows ``[rows]``, slots ``[rows, longest]``, mask ``[rows, 1, 1, longest]``."""
@@ -36,6 +42,13 @@ class _Decode(NamedTuple):
     queries: Tensor
     slots: Tensor
     mask: Tensor | None  # None: all rows are equally long
+    lengths: Tensor
+
+    def windowed(self, window: int) -> Tensor:
+        """The mask where a query sees so many keys, itself included."""
+        places = torch.arange(self.slots.shape[1], device=self.slots.device)
+        ends = self.lengths[:, None]
+        return ((places < ends) & (places >= ends - window))[:, None, None, :]
 
 
 class PagedAttention:
@@ -49,13 +62,14 @@ class PagedAttention:
         self._write_slots = torch.empty(0, dtype=torch.long)
         self._prefills: list[_Prefill] = []
         self._decodes: list[_Decode] = []
+        self._windows: dict[tuple[int, int], Tensor] = {}  # masks by row or group, and window
 
     def plan_batch(self, batch: Batch) -> None:
         """Build the index tensors of a step, once for all layers. Replaces those of the step before."""
         slots = _slots(batch)
         written: list[Tensor] = []
         decodes: list[tuple[int, int]] = []  # (context length, row)
-        self._prefills, first = [], 0
+        self._prefills, self._windows, first = [], {}, 0
         firsts: list[int] = []
         for row, (start, count) in enumerate(zip(batch.starts, batch.counts, strict=True)):
             written.append(slots[row][start : start + count])
@@ -77,7 +91,9 @@ class PagedAttention:
         k_pages.flatten(0, 1).index_copy_(0, self._write_slots, keys)
         v_pages.flatten(0, 1).index_copy_(0, self._write_slots, values)
 
-    def attend(self, query: Tensor, k_pages: Tensor, v_pages: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, query: Tensor, k_pages: Tensor, v_pages: Tensor, scale: float, window: int | None, soft_cap: float | None
+    ) -> Tensor:
         """Attention of ``query [tokens, heads, head_dim]``; the answer is new, ``[tokens, heads, v_head_dim]``."""
         kv_heads = k_pages.shape[2]
         keys, values = k_pages.flatten(0, 1).flatten(1), v_pages.flatten(0, 1).flatten(1)
@@ -86,8 +102,7 @@ class PagedAttention:
             gathered = (F.embedding(row.slots, side).unflatten(1, (kv_heads, -1)) for side in (keys, values))
             k, v = (side.transpose(0, 1).unsqueeze(0) for side in gathered)
             q = query[row.first : row.last].transpose(0, 1).unsqueeze(0)
-            causal = row.mask is None
-            heads = F.scaled_dot_product_attention(q, k, v, row.mask, is_causal=causal, scale=scale, enable_gqa=True)
+            heads = _dense(q, k, v, self._mask(row, window), scale, soft_cap, causal=True)
             out[row.first : row.last] = heads[0].transpose(0, 1)
         for group in self._decodes:
             k, v = (
@@ -95,9 +110,36 @@ class PagedAttention:
             )
             # The query heads that share a KV head stand where a sequence would have its queries: no K or V is repeated.
             q = query[group.queries].unflatten(1, (kv_heads, -1))
-            heads = F.scaled_dot_product_attention(q, k, v, group.mask, scale=scale)
+            heads = _dense(q, k, v, self._mask(group, window), scale, soft_cap)
             out[group.queries] = heads.flatten(1, 2)
         return out
+
+    def _mask(self, rows: _Prefill | _Decode, window: int | None) -> Tensor | None:
+        """Made once a step for all layers with this window."""
+        if window is None:
+            return rows.mask
+        key = id(rows), window
+        if key not in self._windows:
+            self._windows[key] = rows.windowed(window)
+        return self._windows[key]
+
+
+def _dense(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, soft_cap: float | None, causal: bool = False
+) -> Tensor:
+    """Attention without pages, ``[rows, heads, tokens, dim]``. ``causal``: no mask means a square, causal one."""
+    causal = causal and mask is None
+    if soft_cap is None:
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=True)
+    share = q.shape[1] // k.shape[1]
+    k, v = (side.repeat_interleave(share, dim=1) if share > 1 else side for side in (k, v))
+    if causal:
+        mask = _causal_mask(0, q.shape[2], q.device)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = (q.to(wide) @ k.to(wide).transpose(-1, -2) * (scale / soft_cap)).tanh() * soft_cap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return scores.softmax(-1).to(v.dtype) @ v
 
 
 def group_by_length(rows: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
@@ -141,9 +183,9 @@ def _decode_group(group: list[tuple[int, int]], slots: list[Tensor], firsts: lis
     lengths = torch.tensor([length for length, _ in group], device=device)
     queries = torch.tensor([firsts[row] for _, row in group], device=device)
     if int(lengths.min()) == longest:
-        return _Decode(queries, padded, None)
+        return _Decode(queries, padded, None, lengths)
     mask = torch.arange(longest, device=device) < lengths[:, None]
-    return _Decode(queries, padded, mask[:, None, None, :])
+    return _Decode(queries, padded, mask[:, None, None, :], lengths)
 
 
 def _pad(slots: Tensor, length: int) -> Tensor:

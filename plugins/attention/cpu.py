@@ -50,8 +50,13 @@ class CPUAttention(Attention):
         """Store ``keys`` and ``values [tokens, kv_heads, head_dim]`` where ``plan_batch`` says. Mutates the pages."""
         self._planned.write(keys, values, k_pages, v_pages)
 
-    def attend(self, query: Tensor, k_pages: Tensor, v_pages: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, query: Tensor, k_pages: Tensor, v_pages: Tensor, scale: float, *, window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> Tensor:  # fmt: skip
         """Attention of ``query [tokens, heads, head_dim]``; the answer is new, ``[tokens, heads, v_head_dim]``."""
+        if window is not None or soft_cap is not None:
+            raise ValueError("attention cpu computes neither sliding windows nor capped scores")
         return self._planned.attend(query, k_pages, v_pages, scale)
 
     def close(self) -> None:

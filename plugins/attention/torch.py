@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 class TorchAttention(Attention):
     """Causal attention over paged K and V in plain torch operations (``scaled_dot_product_attention``).
 
-    Handles batches that mix prefill chunks and decodes, grouped-query attention, any page size and any order of pages.
-    Mutates K and V pages in ``write`` only.
+    Handles batches that mix prefill chunks and decodes, grouped-query attention, any page size and any order of pages,
+    sliding windows and capped scores. Mutates K and V pages in ``write`` only.
     """
 
     name = "torch"
-    provides = frozenset({"attention:prefill", "attention:decode", "attention:mixed"})
+    provides = frozenset(
+        {"attention:prefill", "attention:decode", "attention:mixed", "attention:window", "attention:soft-cap"}
+    )
 
     def __init__(self, options: Any = None) -> None:
         super().__init__(options)
@@ -42,9 +44,12 @@ class TorchAttention(Attention):
         """Store ``keys`` and ``values [tokens, kv_heads, head_dim]`` where ``plan_batch`` says. Mutates the pages."""
         self._planned.write(keys, values, k_pages, v_pages)
 
-    def attend(self, query: Tensor, k_pages: Tensor, v_pages: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, query: Tensor, k_pages: Tensor, v_pages: Tensor, scale: float, *, window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> Tensor:  # fmt: skip
         """Attention of ``query [tokens, heads, head_dim]``; the answer is new, ``[tokens, heads, v_head_dim]``."""
-        return self._planned.attend(query, k_pages, v_pages, scale)
+        return self._planned.attend(query, k_pages, v_pages, scale, window, soft_cap)
 
     @property
     def _planned(self) -> PagedAttention:

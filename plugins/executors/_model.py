@@ -25,11 +25,14 @@ from engine.plugins.executors._native import pack_native
 from engine.plugins.executors._packed import pack_linears
 from engine.plugins.executors._paged import IMPLEMENTATION, LayerShape, Probe, active, current, register
 
+CPU = torch.device("cpu")
+
 
 class LoadedModel:
     """A model in memory, ready to run.
 
     Attributes:
+        device: where it computes.
         layers: the shape of each attention layer's KV.
         max_model_len: positions that the model knows.
         fingerprint: digest of weights and config (not of dtype).
@@ -38,6 +41,8 @@ class LoadedModel:
     def __init__(self, module: nn.Module, eos_ids: frozenset[int], fingerprint: str) -> None:
         self.module = module
         self.config: Any = module.config
+        self.device: torch.device = next(module.parameters()).device
+        self.config.get_text_config().pad_token_id = None  # some models look for it in every batch, and wait for it
         self.eos_ids = eos_ids
         self.fingerprint = fingerprint
         self.max_model_len = _max_length(self.config)
@@ -58,7 +63,7 @@ class LoadedModel:
         inputs = {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False}
         if not keep.numel():
             self.module.get_decoder()(**inputs)
-            return torch.empty(0, self.vocab_size)
+            return torch.empty(0, self.vocab_size, device=self.device)
         if self._keeps:  # the model's own forward, so that scaled or capped logits come out right
             logits: Tensor = self.module(**inputs, logits_to_keep=keep).logits[0]
             return logits
@@ -89,27 +94,30 @@ class LoadedModel:
     def _probe(self) -> list[LayerShape]:
         probe = Probe()
         with torch.inference_mode(), active(probe):
-            self.run(torch.zeros(2, dtype=torch.long), torch.arange(2), torch.tensor([1]))
+            positions = torch.arange(2, device=self.device)
+            self.run(torch.zeros_like(positions), positions, positions[1:])
         expected = self.config.get_text_config().num_hidden_layers
         if len(probe.layers) != expected:
             raise ModelError(
                 f"{type(self.module).__name__}: {len(probe.layers)} of {expected} layers use transformers' attention "
                 f"interface; only models whose every layer is standard attention can run on paged KV"
             )
+        check_windows(self.config, probe.layers)
         return probe.layers
 
 
-def load_model(source: ModelSource, dtype: torch.dtype) -> LoadedModel:
-    """Read a model's weights. Shows progress on a terminal's standard error.
+def load_model(source: ModelSource, dtype: torch.dtype, device: torch.device = CPU) -> LoadedModel:
+    """Read a model's weights, to where it is to compute. Shows progress on a terminal's standard error.
 
     Raises:
         ModelError: unreadable, or not a decoder of standard attention layers.
     """
     register()
-    return _load_gguf(source, dtype) if source.kind == "gguf" else _load_directory(source, dtype)
+    load = _load_gguf if source.kind == "gguf" else _load_directory
+    return load(source, dtype, device)
 
 
-def _load_gguf(source: ModelSource, dtype: torch.dtype) -> LoadedModel:
+def _load_gguf(source: ModelSource, dtype: torch.dtype, device: torch.device) -> LoadedModel:
     with GGUFFile(source.path) as file:
         values = gguf_llama.hf_config(file)
         config = AutoConfig.for_model(values.pop("model_type"), **values)
@@ -117,7 +125,7 @@ def _load_gguf(source: ModelSource, dtype: torch.dtype) -> LoadedModel:
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=IMPLEMENTATION)
         state = {
-            name: torch.from_numpy(array).to(dtype)
+            name: torch.from_numpy(array).to(device, dtype)
             for name, array in _progress(gguf_llama.weights(file), len(file.tensors), source.served_name)
         }
         eos_ids, fingerprint = gguf_llama.eos_ids(file), file.fingerprint()
@@ -126,10 +134,10 @@ def _load_gguf(source: ModelSource, dtype: torch.dtype) -> LoadedModel:
     if left.unexpected_keys:
         raise ModelError(f"{source.path.name}: tensors that the model has no place for: {left.unexpected_keys[:3]}")
     _materialise(module, config)
-    return LoadedModel(module.eval().requires_grad_(False), eos_ids, fingerprint)
+    return LoadedModel(module.to(device).eval().requires_grad_(False), eos_ids, fingerprint)
 
 
-def _load_directory(source: ModelSource, dtype: torch.dtype) -> LoadedModel:
+def _load_directory(source: ModelSource, dtype: torch.dtype, device: torch.device) -> LoadedModel:
     try:
         config = AutoConfig.from_pretrained(source.path, local_files_only=True)
         check_config(config)
@@ -139,12 +147,12 @@ def _load_directory(source: ModelSource, dtype: torch.dtype) -> LoadedModel:
             )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(f"model {source.name!r}: transformers cannot load it: {error}") from error
-    module = module.eval().requires_grad_(False)
+    module = module.to(device).eval().requires_grad_(False)
     return LoadedModel(module, hf_dir.eos_ids(source.path), hf_dir.fingerprint(source.path))
 
 
 def check_config(config: Any) -> None:
-    """Refuse what a config tells of: not a decoder, windows, chunks, other layers, RoPE that depends on the batch.
+    """Refuse what a config tells of: not a decoder, chunks, other layers, RoPE that depends on the batch.
 
     Raises:
         ModelError: names the property.
@@ -154,14 +162,34 @@ def check_config(config: Any) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{name} is an encoder-decoder model; only decoders run here")
     kinds = set(getattr(text, "layer_types", None) or ())
-    if kinds - {"full_attention"}:
-        raise ModelError(f"{name} has layers of kind {', '.join(sorted(kinds))}; only full attention runs here")
-    window = getattr(text, "sliding_window", None)
-    if window is not None and not kinds and getattr(text, "use_sliding_window", True):
-        raise ModelError(f"{name} uses a sliding window of {window} tokens, which paged attention does not compute")
+    if kinds - {"full_attention", "sliding_attention"}:
+        raise ModelError(
+            f"{name} has layers of kind {', '.join(sorted(kinds))}; only full and sliding attention run here"
+        )
     rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("dynamic", "longrope"):
         raise ModelError(f"{name}: RoPE of type {rope['rope_type']} depends on what else is in the batch")
+
+
+def check_windows(config: Any, layers: Sequence[LayerShape]) -> None:
+    """Every sliding window that the config tells of must have been handed to attention, layer by layer.
+
+    Raises:
+        ModelError: the model applies one by a mask of its own, which paged attention would not see.
+    """
+    text = config.get_text_config()
+    window = getattr(text, "sliding_window", None)
+    kinds = list(getattr(text, "layer_types", None) or ())
+    if not kinds:
+        slides = window is not None and getattr(text, "use_sliding_window", True)
+        kinds = ["sliding_attention" if slides else "full_attention"] * len(layers)
+    for shape, kind in zip(sorted(layers), kinds, strict=True):
+        wanted = window if kind == "sliding_attention" else None
+        if shape.window != wanted:
+            raise ModelError(
+                f"{config.model_type}: layer {shape.layer} ({kind}) should have a window of {wanted} tokens and has "
+                f"{shape.window}: it is not one that paged attention computes"
+            )
 
 
 def _max_length(config: Any) -> int:

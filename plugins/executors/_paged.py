@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
-from engine.core.errors import ExecutionError, ModelError
+from engine.core.batch import AttentionLayer
+from engine.core.errors import ConfigError, ExecutionError, ModelError
 from engine.core.protocols import Attention
+from engine.core.registry import Registry
 from engine.plugins.executors._shared import zeros
 
 IMPLEMENTATION = "engine_paged"
@@ -28,17 +30,18 @@ _current: ContextVar[Layer] = ContextVar("engine_paged_layer")
 
 # What other kinds of attention hand to the interface; standard attention leaves each at None.
 UNSUPPORTED = {
-    "sliding_window": "a sliding window",
-    "softcap": "capped attention scores",
     "s_aux": "attention sinks",
     "position_bias": "a position bias",
+}
+FEATURES = {
+    "attention:window": "a sliding window",
+    "attention:soft-cap": "capped scores",
 }
 
 
 def register() -> None:
     """Make ``IMPLEMENTATION`` known to transformers. Mutates its registries; idempotent."""
     AttentionInterface.register(IMPLEMENTATION, _attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
 
 
 @contextmanager
@@ -75,18 +78,55 @@ def _attention(
     return layer(module, q, k, v, scale, {**kwargs, "attention_mask": attention_mask}).unsqueeze(0), None
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Causality and row borders are the attention plugin's business: transformers needs no mask."""
-
-
 class LayerShape(NamedTuple):
-    """What a layer's attention needs of KV memory."""
+    """What a layer's attention needs of KV memory, and how it is computed."""
 
     layer: int
     heads: int
     kv_heads: int
     k_dim: int
     v_dim: int
+    scale: float
+    window: int | None
+    soft_cap: float | None
+
+    @property
+    def features(self) -> dict[str, Any]:
+        """What ``Attention.attend`` is told besides, of this layer: nothing of a plain one."""
+        both = {"window": self.window, "soft_cap": self.soft_cap}
+        return {name: value for name, value in both.items() if value is not None}
+
+
+def introduce(attention: Attention, shapes: Sequence[LayerShape], words: str, kv_dtype: str = "") -> str:
+    """Tell a backend of the model's layers. Returns, in words, what will compute. Mutates the backend.
+
+    Args:
+        words: what ``prepare`` said.
+        kv_dtype: type of pages, where it is not that of queries.
+
+    Raises:
+        ModelError: layers have what the backend does not provide; names those that do.
+        ConfigError: it cannot compute them for another reason, or does not read the type of the pages.
+    """
+    layers = [
+        AttentionLayer(
+            heads=shape.heads, kv_heads=shape.kv_heads, k_dim=shape.k_dim, v_dim=shape.v_dim, scale=shape.scale,
+            window=shape.window, soft_cap=shape.soft_cap, kv_dtype=kv_dtype,
+        )
+        for shape in shapes
+    ]  # fmt: skip
+    words = attention.expect(layers) or words
+    for need in sorted({need for layer in layers for need in layer.needs}):
+        if need not in attention.provides:
+            able = [f"--attention {entry.name}" for entry in Registry().providers(need) if entry.role == "attention"]
+            if need == "attention:fp8-kv":
+                words = " or ".join([*able, "leave kv_dtype at auto"])
+                raise ConfigError(f"KV of fp8 is asked for, which attention {attention.name} does not read: {words}")
+            raise ModelError(
+                f"the model's layers have {FEATURES[need]}, which attention {attention.name} does not compute: "
+                f"choose {' or '.join(able) or 'another model: no installed backend does'}"
+            )
+    return words
 
 
 @dataclass(slots=True)
@@ -106,7 +146,8 @@ class Probe:
         index = getattr(module, "layer_idx", None)
         if index is None or any(known.layer == index for known in self.layers) or k.shape[0] != q.shape[0]:
             raise ModelError(f"{type(module).__name__}: attention that does not belong to one layer of a decoder")
-        self.layers.append(LayerShape(index, q.shape[1], k.shape[1], k.shape[2], v.shape[2]))
+        features = kwargs.get("sliding_window"), kwargs.get("softcap")
+        self.layers.append(LayerShape(index, q.shape[1], k.shape[1], k.shape[2], v.shape[2], scale, *features))
         return q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
 
 
@@ -117,14 +158,16 @@ class PagedLayers:
     """
 
     def __init__(
-        self, attention: Attention, shapes: Sequence[LayerShape], num_pages: int, page_size: int, dtype: torch.dtype
-    ) -> None:
+        self, attention: Attention, shapes: Sequence[LayerShape], num_pages: int, page_size: int, dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:  # fmt: skip
         self._attention = attention
         sides = [
             (num_pages, page_size, shape.kv_heads, size) for shape in shapes for size in (shape.k_dim, shape.v_dim)
         ]
-        tensors, self.shared = zeros(sides, dtype)
+        tensors, self.shared = zeros(sides, dtype, torch.device(device))
         self._pages = {shape.layer: (tensors[2 * at], tensors[2 * at + 1]) for at, shape in enumerate(shapes)}
+        self._features = {shape.layer: shape.features for shape in shapes}
 
     @property
     def pages(self) -> dict[int, tuple[Tensor, Tensor]]:
@@ -142,5 +185,5 @@ class PagedLayers:
     ) -> Tensor:
         k_pages, v_pages = self._pages[module.layer_idx]
         self._attention.write(k, v, k_pages, v_pages)
-        attended: Tensor = self._attention.attend(q, k_pages, v_pages, scale)
+        attended: Tensor = self._attention.attend(q, k_pages, v_pages, scale, **self._features[module.layer_idx])
         return attended

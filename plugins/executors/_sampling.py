@@ -107,6 +107,11 @@ class Sampler:
                         logprobs[row] = (sampled.logprobs[number],)
         return Outcome(plan, tuple(tokens), errors, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
 
+    def number(self, plan: Plan, row: int, known: Row) -> float:
+        """What a row that draws is drawn by, in [0, 1). Does not mutate."""
+        request = plan.requests[row]
+        return uniform(seed_of(request, self._seed), request.params.choice, known.start + len(known.tokens))
+
     def _draw(self, plan: Plan, row: int, known: Row) -> Draw:
         request = plan.requests[row]
         params = request.params

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +37,8 @@ class Filter(NamedTuple):
 
 
 Way = Callable[[Tensor, Filter, Tensor], Tensor]
+Put = Callable[[Any, torch.dtype], Tensor]
+"""Takes numbers to where logits are, without waiting."""
 
 
 def draw(logits: Tensor, rows: Sequence[int], params: Sequence[SamplingParams], numbers: Sequence[float]) -> list[int]:
@@ -60,6 +62,37 @@ def draw(logits: Tensor, rows: Sequence[int], params: Sequence[SamplingParams], 
     return picked
 
 
+def draw_ahead(
+    logits: Tensor, rows: Sequence[int], params: Sequence[SamplingParams], numbers: Sequence[float], put: Put
+) -> Tensor:
+    """As ``draw``, of rows that ``can_ahead``, the same tokens; they stay on the device, and nobody waits for it.
+
+    A row of NaN yields some token of the vocabulary: what is launched on it must not reach beyond.
+    """
+    vocab = logits.shape[1]
+    picked = put([0] * len(rows), torch.long)
+    for everything in (True, False):
+        places = [at for at, wish in enumerate(params) if (_way(wish, vocab) is _pick_any) == everything]
+        if not places:
+            continue
+        wishes = [params[at] for at in places]
+        mine = logits.index_select(0, put([rows[at] for at in places], torch.long))
+        mine /= put([[wish.temperature] for wish in wishes], torch.float32)
+        wish, uniform = _filter_by(put, wishes, vocab), put([numbers[at] for at in places], torch.float64)
+        if everything:
+            mine -= mine.amax(-1, keepdim=True)
+            chosen = _pick_block(mine.masked_fill_(mine < wish.min_p[:, None], FORBIDDEN).exp_(), uniform)
+        else:
+            chosen, _ = _pick_few(mine, wish, uniform)
+        picked.index_copy_(0, put(places, torch.long), chosen.clamp(max=vocab - 1))
+    return picked
+
+
+def can_ahead(wish: SamplingParams, vocab: int) -> bool:
+    """Whether it is settled how a row is drawn before its logits are known: ``top_p`` may need the whole vocabulary."""
+    return _top_k(wish, vocab) <= FEW or _way(wish, vocab) is _pick_any
+
+
 def _way(wish: SamplingParams, vocab: int) -> Way:
     """How a row is drawn: by its own parameters alone."""
     limit = _top_k(wish, vocab)
@@ -74,10 +107,14 @@ def _top_k(wish: SamplingParams, vocab: int) -> int:
 
 def filter_of(params: Sequence[SamplingParams], vocab: int, device: torch.device) -> Filter:
     """What the rows' filters are, in numbers that can be compared."""
+    return _filter_by(lambda values, dtype: torch.tensor(values, dtype=dtype, device=device), params, vocab)
+
+
+def _filter_by(put: Put, params: Sequence[SamplingParams], vocab: int) -> Filter:
     return Filter(
-        torch.tensor([_top_k(row, vocab) for row in params], device=device),
-        torch.tensor([row.top_p for row in params], device=device),
-        torch.tensor([math.log(row.min_p) if row.min_p else FORBIDDEN for row in params], device=device),
+        put([_top_k(row, vocab) for row in params], torch.long),
+        put([row.top_p for row in params], torch.float32),
+        put([math.log(row.min_p) if row.min_p else FORBIDDEN for row in params], torch.float32),
     )
 
 
@@ -105,15 +142,20 @@ def keep(logits: Tensor, wish: Filter, width: int) -> tuple[Tensor, Tensor, Tens
 
 def _pick_likely(logits: Tensor, wish: Filter, uniform: Tensor) -> Tensor:
     """The set rarely has more than a few tokens: they are looked at first, and all only where they do not do."""
-    vocab = logits.shape[1]
-    ids, mass, inside = keep(logits, wish, min(FEW, vocab))
-    ids, order = ids.masked_fill(~inside, vocab).sort(dim=-1)
-    weights = mass.masked_fill(~inside, 0.0).gather(1, order).double()
-    picked = ids.gather(1, _place(weights, uniform)[:, None])[:, 0]
+    picked, mass = _pick_few(logits, wish, uniform)
     large = mass[:, 0].isnan()
     if bool(large.any()):
         picked[large] = _pick_large(logits[large], wish.rows(large), uniform[large])
     return picked
+
+
+def _pick_few(logits: Tensor, wish: Filter, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """From the likeliest few; and their masses, which are NaN where those do not do."""
+    vocab = logits.shape[1]
+    ids, mass, inside = keep(logits, wish, min(FEW, vocab))
+    ids, order = ids.masked_fill(~inside, vocab).sort(dim=-1)
+    weights = mass.masked_fill(~inside, 0.0).gather(1, order).double()
+    return ids.gather(1, _place(weights, uniform)[:, None])[:, 0], mass
 
 
 def _pick_large(logits: Tensor, wish: Filter, uniform: Tensor) -> Tensor:
@@ -142,12 +184,16 @@ def _sorted(logits: Tensor) -> Tensor:
 
 
 def _pick_any(logits: Tensor, wish: Filter, uniform: Tensor) -> Tensor:
-    """From the whole vocabulary: first the block of tokens, then the token in it. Mutates ``logits``."""
-    rows, vocab = logits.shape
+    """From the whole vocabulary. Mutates ``logits``."""
     logits -= logits.amax(-1, keepdim=True)
     if bool((wish.min_p > FORBIDDEN).any()):
         logits.masked_fill_(logits < wish.min_p[:, None], FORBIDDEN)
-    mass = logits.exp_()
+    return _pick_block(logits.exp_(), uniform)
+
+
+def _pick_block(mass: Tensor, uniform: Tensor) -> Tensor:
+    """First the block of tokens, then the token in it."""
+    rows, vocab = mass.shape
     if vocab % BLOCK:
         mass = torch.nn.functional.pad(mass, (0, -vocab % BLOCK))
     mass = mass.view(rows, -1, BLOCK)

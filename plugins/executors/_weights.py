@@ -39,8 +39,8 @@ class Weights:
         self.names = [name for name in self._slots if name not in self._tied]
 
     def read(self) -> dict[str, Tensor]:
-        """A copy of every weight."""
-        return {name: self._slots[name].read().clone() for name in self.names}
+        """A copy of every weight, in the host's memory."""
+        return {name: self._slots[name].read().to("cpu", copy=True) for name in self.names}
 
     def checked(self, weights: Any) -> dict[str, Tensor]:
         """Copies of the given weights, in the model's own type. Raises ``ModelError`` where one does not fit."""
@@ -104,7 +104,10 @@ def _slots(module: nn.Module) -> Iterator[tuple[str, Slot]]:
 
 def _parameter(parameter: nn.Parameter) -> Slot:
     def write(tensor: Tensor) -> None:
-        parameter.data = tensor  # not copied into: what is there may be a read-only map of a file
+        if parameter.device.type == "cpu":
+            parameter.data = tensor  # not copied into: what is there may be a read-only map of a file
+        else:
+            parameter.data.copy_(tensor)  # graphs read it where it was when they were captured
 
     return Slot(parameter.shape, lambda: parameter.data, write)
 

@@ -270,6 +270,8 @@ def test_doctor_counts_pages_of_the_model(here: Any) -> None:
     assert re.search(r"^ok +torch +\d", out, re.MULTILINE)
     assert re.search(r"KV pages +\d+ pages x 16 tokens", out)
     assert re.search(r"^ok +attention +auto .*; (cpu \(.*compiled by|torch; not )", out, re.MULTILINE)
+    assert re.search(r"^ok +attention torch +can, float32 on ", out, re.MULTILINE)
+    assert re.search(r"^(ok|absent) +attention flashinfer +can", out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

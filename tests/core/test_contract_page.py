@@ -12,6 +12,7 @@ import pytest
 
 from engine import AsyncEngine
 from engine.core import (
+    Batch,
     Connector,
     EngineConfig,
     Policy,
@@ -25,6 +26,7 @@ from engine.core import (
 )
 from engine.core.contract import HOOKS, parameters
 from engine.core.protocols import ROLES, Plugin
+from engine.core.registry import make
 from engine.http import http_app
 from engine.testing import ScriptedModel, make_core
 
@@ -343,12 +345,21 @@ def mounted():
         engine.shutdown()
 
 
+def captured():
+    backend = make("attention", "auto", {"order": ["torch"]})
+    backend.prepare(device="cpu", dtype="float32")
+    with pytest.raises(NotImplementedError, match="torch cannot be captured in graphs"):
+        backend.plan_graph(Batch(starts=[0], counts=[1], pages=[[0]], page_size=4))
+
+
 def pages_of_examples():
     for name in ("Scheduler", "Connector", "Attention", "Frontend"):
         exec(compile(example(name), name, "exec"), {"__name__": "example"})
 
 
-SCENARIOS = (everyday, unsized, failing, slots, shortage, looked_up, moved, renewed, told, mounted, pages_of_examples)
+SCENARIOS = (
+    everyday, unsized, failing, slots, shortage, looked_up, moved, renewed, told, mounted, captured, pages_of_examples,
+)  # fmt: skip
 
 
 def test_each_method_of_each_role_is_called():

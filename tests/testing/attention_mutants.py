@@ -203,3 +203,107 @@ class DependsOnCompany(Plain):
     def attend(self, query, k_pages, v_pages, scale):
         """Within the tolerance."""
         return super().attend(query, k_pages, v_pages, scale) * (1 + 1e-6 * (len(self.rows) > 1))
+
+
+# ---- what need not be able to be done
+
+
+class Featured(Plain):
+    """All of it, as the definition says."""
+
+    provides = frozenset({"attention:window", "attention:soft-cap", "attention:fp8-kv"})
+
+    def plan_batch(self, batch):
+        """Where each query stands, too."""
+        super().plan_batch(batch)
+        self.starts = list(batch.starts)
+
+    def write(self, keys, values, k_pages, v_pages):
+        """Rounded, where the pages are narrower."""
+        stored = [self.stored(side, pages) for side, pages in ((keys, k_pages), (values, v_pages))]
+        super().write(*stored, k_pages, v_pages)
+
+    def attend(self, query, k_pages, v_pages, scale, window=None, soft_cap=None):
+        """With what this layer has."""
+        self.window, self.soft_cap = window, soft_cap
+        wide = (side.to(query.dtype) if side.dtype != query.dtype else side for side in (k_pages, v_pages))
+        return super().attend(query, *wide, scale)
+
+    def row(self, out, query, keys, values, scale, first, last, slots, mask):
+        """The mask is narrower where there is a window."""
+        count, length = last - first, len(slots)
+        if self.window is not None:
+            mask = mask & torch.ones(count, length, dtype=torch.bool).triu(
+                length - count - self.within(self.window) + 1
+            )
+        super().row(out, query, keys, values, scale, first, last, slots, mask)
+
+    def weights(self, scores):
+        """Capped; what was hidden stays so."""
+        if self.soft_cap is not None:
+            scores = self.capped(scores, self.soft_cap).masked_fill(scores.isinf(), -torch.inf)
+        return super().weights(scores)
+
+    # ---- what the others get wrong
+
+    def within(self, window):
+        return window
+
+    def capped(self, scores, cap):
+        return (scores / cap).tanh() * cap
+
+    def stored(self, side, pages):
+        if pages.dtype == side.dtype:
+            return side
+        return side.float().clamp(-448, 448).to(pages.dtype)
+
+
+class WindowsAreOneTooWide(Featured):
+    """As where windows are counted without the query itself."""
+
+    def within(self, window):
+        return window + 1
+
+
+class CapsAfterTheFact(Featured):
+    """Cuts instead of bending."""
+
+    def capped(self, scores, cap):
+        return scores.clamp(-cap, cap)
+
+
+class CapsEveryLayer(Featured):
+    """Once told of a cap, it keeps to it."""
+
+    def attend(self, query, k_pages, v_pages, scale, window=None, soft_cap=None):
+        """With what a layer before had."""
+        self.known = soft_cap or getattr(self, "known", None)
+        return super().attend(query, k_pages, v_pages, scale, window, self.known)
+
+
+class RoundsTowardsZero(Featured):
+    """Drops the bits that do not fit."""
+
+    def stored(self, side, pages):
+        near = super().stored(side, pages)
+        if near.dtype == side.dtype:
+            return near
+        lower = (near.view(torch.uint8) - 1).view(pages.dtype)
+        return torch.where(near.float().abs() > side.float().abs(), lower.float(), near.float()).to(pages.dtype)
+
+
+class Overshoots(Featured):
+    """What is too large for fp8 becomes no number."""
+
+    def stored(self, side, pages):
+        near = super().stored(side, pages)
+        return (
+            near if near.dtype == side.dtype else near.float().masked_fill(side.float().abs() > 448, torch.nan).to(near)
+        )
+
+
+class ForgetsTheWindow(Featured):
+    """Sees everything."""
+
+    def within(self, window):
+        return 10**6

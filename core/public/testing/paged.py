@@ -22,7 +22,8 @@ SPARE_PAGES = 5  # that belong to nobody
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Sizes and types of a layer. ``heads`` is a multiple of ``kv_heads``."""
+    """Sizes and types of a layer. ``heads`` is a multiple of ``kv_heads``; ``kv_dtype`` is the type of pages, where it
+    is not ``dtype``; ``window`` and ``soft_cap`` are what ``Attention.attend`` is told."""
 
     heads: int = 4
     kv_heads: int = 2
@@ -30,9 +31,21 @@ class Shape:
     page_size: int = 16
     dtype: str = "float32"
     device: str = "cpu"
+    kv_dtype: str = ""
+    window: int | None = None
+    soft_cap: float | None = None
 
     def __str__(self) -> str:
-        return f"heads{self.heads}:{self.kv_heads}-dim{self.head_dim}-page{self.page_size}-{self.dtype}"
+        more = {"window": self.window, "cap": self.soft_cap, "kv-": self.kv_dtype or None}
+        words = [f"{name}{value}" for name, value in more.items() if value is not None]
+        plain = f"heads{self.heads}:{self.kv_heads}-dim{self.head_dim}-page{self.page_size}-{self.dtype}"
+        return "-".join([plain, *words])
+
+    @property
+    def features(self) -> dict[str, Any]:
+        """What ``attend`` is told besides."""
+        both = {"window": self.window, "soft_cap": self.soft_cap}
+        return {name: value for name, value in both.items() if value is not None}
 
 
 class Row(NamedTuple):
@@ -62,11 +75,11 @@ class PagedMemory:
         order = torch.randperm(pages, generator=self._random).tolist() if shuffled else list(range(pages))
         self.tables = [[order.pop(0) for _ in range(need)] for need in needs]
         inner = (shape.kv_heads, shape.head_dim)
-        self.row_keys = [self._randn(start + count, *inner) for start, count in rows]
-        self.row_values = [self._randn(start + count, *inner) for start, count in rows]
+        self.row_keys = [self._stored(self._randn(start + count, *inner)) for start, count in rows]
+        self.row_values = [self._stored(self._randn(start + count, *inner)) for start, count in rows]
         self.query = self._randn(sum(count for _, count in rows), shape.heads, shape.head_dim)
         size = (pages, shape.page_size, *inner)
-        self.k_pages, self.v_pages = (torch.full(size, poison, **self._kind()) for _ in range(2))
+        self.k_pages, self.v_pages = (torch.full(size, poison, **self._kind()).to(self._kv_type()) for _ in range(2))
         self.fill()
 
     def fill(self) -> None:
@@ -105,13 +118,14 @@ class PagedMemory:
         """Write and attend, as planned. Memory that the backend allocates is poisoned, too."""
         with poisoned_memory():
             backend.write(self.keys, self.values, self.k_pages, self.v_pages)
-            return backend.attend(self.query, self.k_pages, self.v_pages, scale)
+            return backend.attend(self.query, self.k_pages, self.v_pages, scale, **self.shape.features)
 
     def expected(self, scale: float) -> Any:
         """The answer, by the definition, in float64."""
         answers, first = [], 0
         for keys, values, (start, count) in zip(self.row_keys, self.row_values, self.rows, strict=True):
-            answers.append(dense(self.query[first : first + count], keys, values, start, scale))
+            query = self.query[first : first + count]
+            answers.append(dense(query, keys, values, start, scale, **self.shape.features))
             first += count
         return torch.cat(answers)
 
@@ -128,6 +142,13 @@ class PagedMemory:
             token -= count
         raise IndexError(token)
 
+    def _kv_type(self) -> Any:
+        return getattr(torch, self.shape.kv_dtype or self.shape.dtype)
+
+    def _stored(self, content: Any) -> Any:
+        """What pages can hold of it."""
+        return content.to(self._kv_type()).to(content.dtype)
+
     def _kind(self) -> dict[str, Any]:
         return {"dtype": getattr(torch, self.shape.dtype), "device": self.shape.device}
 
@@ -135,13 +156,21 @@ class PagedMemory:
         return torch.randn(*size, generator=self._random).to(**self._kind())
 
 
-def dense(query: Any, keys: Any, values: Any, start: int, scale: float) -> Any:
-    """Causal attention of one row whose first query stands at position ``start``."""
+def dense(
+    query: Any, keys: Any, values: Any, start: int, scale: float, *, window: int | None = None,
+    soft_cap: float | None = None,
+) -> Any:  # fmt: skip
+    """Causal attention of one row whose first query stands at position ``start``; the rest as ``Attention.attend``."""
     share = query.shape[1] // keys.shape[1]
     k, v = (side.double().repeat_interleave(share, dim=1) for side in (keys, values))
     scores = torch.einsum("qhd,khd->hqk", query.double(), k) * scale
+    if soft_cap is not None:
+        scores = (scores / soft_cap).tanh() * soft_cap
     places = torch.arange(keys.shape[0], device=keys.device)
-    allowed = places[None] <= start + places[: query.shape[0], None]
+    last = start + places[: query.shape[0], None]
+    allowed = places[None] <= last
+    if window is not None:
+        allowed &= places[None] > last - window
     weights = scores.masked_fill(~allowed, -math.inf).softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights, v)
 

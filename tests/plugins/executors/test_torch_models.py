@@ -119,8 +119,7 @@ def test_two_engines_in_two_threads_do_not_mix(tiny: Tiny, make_executor: Any, d
 @pytest.mark.parametrize(
     ("kind", "changes", "words"),
     [
-        ("mistral", {**HEADS, "sliding_window": 16}, "sliding window of 16"),
-        ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layers of kind .*sliding_attention"),
+        ("llama4_text", {"hidden_size": 32, "num_local_experts": 2}, "layers of kind .*chunked_attention"),
         ("gpt_oss", {"hidden_size": 32, "num_local_experts": 2, "layer_types": ["full_attention"] * 2}, "sinks"),
         ("mamba", {"hidden_size": 32, "state_size": 4}, "layers of kind linear_attention"),
         (

@@ -7,14 +7,16 @@ from typing import Any
 
 from engine.core.protocols import Attention, Plugin
 from engine.testing.guard import Violation
-from engine.testing.suites.attention_bench import SCALE, AttentionBench, same_bits
+from engine.testing.suites.attention_bench import SCALE, same_bits
+from engine.testing.suites.attention_features import AttentionFeatures
 
 
-class AttentionSuite(AttentionBench):
+class AttentionSuite(AttentionFeatures):
     """Rules of an attention backend, against dense attention in float64 on memory where every stray read is NaN.
 
     A backend that provides some of ``attention:prefill``, ``attention:decode`` and ``attention:mixed`` is tried with
-    those batches only; one that provides none of them, with all.
+    those batches only; one that provides none of them, with all. ``attention:window``, ``attention:soft-cap`` and
+    ``attention:fp8-kv`` are tried where they are provided.
 
     Class attributes:
         dtypes: types of K, V and queries that it takes.
@@ -24,6 +26,8 @@ class AttentionSuite(AttentionBench):
         head_shapes: (query heads, KV heads) that it takes.
         head_dims: sizes of a head that it takes.
         long_context: tokens of the longest row.
+        windows: sizes of sliding windows that it is tried with.
+        soft_caps: caps of scores that it is tried with.
         batch_invariant: a row must be answered bit for bit alike alone and in a batch. Where it need not, ``check``
             says how far the answers part.
     """

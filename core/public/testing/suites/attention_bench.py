@@ -27,6 +27,8 @@ class AttentionBench(Suite):
     head_shapes: ClassVar[tuple[tuple[int, int], ...]] = ((2, 2), (9, 3), (6, 1), (8, 2))
     head_dims: ClassVar[tuple[int, ...]] = (16, 64)
     long_context: ClassVar[int] = 3000
+    windows: ClassVar[tuple[int, ...]] = (1, 2, 7, 100, 4000)
+    soft_caps: ClassVar[tuple[float, ...]] = (2.0, 30.0)
     batch_invariant: ClassVar[bool] = False
 
     @classmethod
@@ -54,8 +56,12 @@ class AttentionBench(Suite):
 
     def kinds(self) -> tuple[str, ...]:
         """The kinds of batches that the backend says it takes."""
-        offered = {offer.removeprefix("attention:") for offer in self.found().cls.provides if "attention:" in offer}
-        return tuple(kind for kind in KINDS if kind in offered or not offered)
+        offered = [kind for kind in KINDS if self.provided(kind)]
+        return tuple(offered or KINDS)
+
+    def provided(self, what: str) -> bool:
+        """Whether the backend says that it can: ``window`` for ``attention:window``."""
+        return f"attention:{what}" in self.found().cls.provides
 
     # ---- batches
 
