@@ -159,12 +159,15 @@ class TestOpenAI(FrontendSuite):
 
 
 LIBRARIES = ("nixl", "mooncake", "mooncake-store", "redis")
+BACKENDS = ("flashinfer", "split", "triton")
 
 
 def test_every_built_in_plugin_is_tried():
-    """Policies are tried in ``policies``, connectors that need a library beside the tests of their own."""
+    """Policies are tried in ``policies``; connectors that need a library, and attention that needs more than a type,
+    beside the tests of their own."""
     tried = {(suite.role, suite().found().cls) for suite in globals().values() if is_suite(suite)}
     tried |= {("connector", Registry().select("connector", name).cls) for name in LIBRARIES}
+    tried |= {("attention", Registry().select("attention", name).cls) for name in BACKENDS}
     for line in Registry().listing():
         if (
             line.distribution == "sixhooks"
