@@ -85,9 +85,9 @@ class Paged:
         self._tables = torch.empty(0, dtype=torch.int32)  # the page tables of all graphs
         self._longest = 0  # tokens of a request
 
-    def expect(self, layers: Sequence[AttentionLayer]) -> None:
-        """Plan for these layers at once from now on. Mutates."""
-        kinds = (Kind(layer.heads // layer.kv_heads, layer.kv_heads, layer.window or 0) for layer in layers)
+    def expect(self, layers: Sequence[AttentionLayer], dtype: str) -> None:
+        """Plan for these layers, with queries of this type, at once from now on. Mutates."""
+        kinds = (Kind(dtype, layer.heads // layer.kv_heads, layer.kv_heads, layer.window or 0) for layer in layers)
         self._kinds = list(dict.fromkeys(kinds))
 
     def limit(self, tokens: int) -> None:
@@ -140,11 +140,11 @@ class Paged:
 
     def _pieces(self, kind: Kind, rows: Rows) -> list[tuple[bool, Pieces]]:
         """Narrow and wide pieces, as far as there are any."""
-        narrow = rows.counts * kind.group <= height(kind.group, wide=False)
+        narrow = rows.counts * kind.group <= height(kind.dtype, kind.group, wide=False)
         result = []
         for wide, chosen in ((False, narrow), (True, ~narrow)):
             if chosen.any():
-                queries = height(kind.group, wide) // kind.group
+                queries = height(kind.dtype, kind.group, wide) // kind.group
                 tiles = tiles_of(rows, chosen, queries, kind.window, ALIGN)
                 result.append((wide, pieces_of(tiles, ALIGN, self._wanted(kind, wide), self._split)))
         return result
@@ -209,14 +209,14 @@ class Paged:
         step, query = self._planned, _lines(query)
         tokens, heads, dim = query.shape
         kv_heads, v_dim = k_pages.shape[2], v_pages.shape[3]
-        kind = Kind(heads // kv_heads, kv_heads, window)
+        kind = Kind(DTYPES[query.dtype], heads // kv_heads, kv_heads, window)
         (k_pages, v_pages), fp8 = _bits(k_pages, v_pages, query.dtype)
         out = query.new_empty(tokens, heads, v_dim)
         scores = (scale / soft_cap, soft_cap * LOG2E) if soft_cap else (scale * LOG2E, 0.0)
         for launch in self._work(kind):
             variant = Variant(
-                DTYPES[query.dtype], kind.group, kv_heads, dim, v_dim, step.page_size, launch.wide, bool(window),
-                bool(soft_cap), fp8,
+                kind.dtype, kind.group, kv_heads, dim, v_dim, step.page_size, launch.wide, bool(window), bool(soft_cap),
+                fp8,
             )  # fmt: skip
             sizes, options = attend_sizes(variant, kernels.INTERPRETED)
             part = torch.empty(launch.parts, kv_heads, sizes["BLOCK_M"], v_dim, device=query.device)

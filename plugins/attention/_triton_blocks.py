@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 ALIGN = 64  # keys; every BLOCK_N divides it, and pieces and windows begin at multiples of it
 LEAST = 16  # rows and columns that a product of matrices has at least
-HEIGHT = 64  # rows of a wide tile
+HEIGHT = MappingProxyType({"float16": 64, "bfloat16": 64, "float32": 32})  # rows of a wide tile
+KEYS = MappingProxyType({False: 16384, True: 8192})  # bytes of a block of K: narrow, wide; more would spill
 LOG2E = 1.4426950408889634
 WRITTEN = 2048  # numbers that a program writes, of K and as many of V
 STAGES = 5  # of the pipeline: two steps ahead with the page of a key, two with the key
@@ -43,19 +44,20 @@ def power(number: int) -> int:
     return max(LEAST, 1 << (number - 1).bit_length())
 
 
-def height(group: int, wide: bool) -> int:
+def height(dtype: str, group: int, wide: bool) -> int:
     """Rows of a tile, at least one query with all heads that share a KV head."""
-    return max(HEIGHT if wide else LEAST, power(group))
+    return max(HEIGHT[dtype] if wide else LEAST, power(group))
 
 
 @lru_cache(maxsize=1024)
 def attend_sizes(variant: Variant, interpreted: bool) -> tuple[dict[str, Any], dict[str, int]]:
     """Constants of ``attend``, and its warps and stages. Not to be changed."""
-    rows, larger = height(variant.group, variant.wide), power(max(variant.k_dim, variant.v_dim))
-    fat = larger * BYTES[variant.dtype] > 256
+    rows, larger = height(variant.dtype, variant.group, variant.wide), power(max(variant.k_dim, variant.v_dim))
+    keys = KEYS[variant.wide] // (larger * BYTES[variant.dtype])
     constants = {
         **merge_sizes(variant),
-        "DIM": variant.k_dim, "BLOCK_D": power(variant.k_dim), "BLOCK_N": 32 if fat else 64, "PAGE": variant.page,
+        "DIM": variant.k_dim, "BLOCK_D": power(variant.k_dim), "BLOCK_N": max(LEAST, min(ALIGN, keys)),
+        "PAGE": variant.page,
         "WINDOWED": variant.windowed, "CAPPED": variant.capped, "FP8": variant.fp8,
         "PRECISION": "ieee" if variant.dtype == "float32" else "tf32",
         "WIDEN": interpreted and variant.dtype == "bfloat16",
@@ -68,7 +70,7 @@ def merge_sizes(variant: Variant) -> dict[str, Any]:
     """Constants of ``merge``. Not to be changed."""
     return {
         "GROUP": variant.group, "KV_HEADS": variant.kv_heads, "V_DIM": variant.v_dim,
-        "BLOCK_M": height(variant.group, variant.wide), "BLOCK_V": power(variant.v_dim),
+        "BLOCK_M": height(variant.dtype, variant.group, variant.wide), "BLOCK_V": power(variant.v_dim),
     }  # fmt: skip
 
 

@@ -20,8 +20,9 @@ Ints = NDArray[np.int32]
 
 
 class Kind(NamedTuple):
-    """What of a layer its plan depends on: query heads of a KV head, KV heads, window (0: none)."""
+    """What of a layer its plan depends on: type of queries, query heads of a KV head, KV heads, window (0: none)."""
 
+    dtype: str
     group: int
     kv_heads: int
     window: int

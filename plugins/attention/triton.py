@@ -61,6 +61,7 @@ class TritonAttention(Attention):
     def __init__(self, options: Any = None) -> None:
         super().__init__(options)
         self._impl: Paged | None = None
+        self._dtype = "float32"
         self._layers: Sequence[AttentionLayer] = ()
         self._longest = 0
 
@@ -68,6 +69,7 @@ class TritonAttention(Attention):
         """Import Triton; kernels are compiled at their first launch. Raises ``ConfigError``: another device or type."""
         if dtype not in DTYPES:
             raise ConfigError(f"attention triton computes {', '.join(DTYPES)}, not {dtype}")
+        self._dtype = dtype
         self._impl, words = self._made(device)
         return words
 
@@ -80,7 +82,7 @@ class TritonAttention(Attention):
                 )
         self._layers = layers
         if self._impl is not None:
-            self._impl.expect(layers)
+            self._impl.expect(layers, self._dtype)
         return None
 
     def start(self, context: Context) -> None:
@@ -133,7 +135,7 @@ class TritonAttention(Attention):
         place = torch.device(device)
         words = f"triton {triton.__version__} ({_machine(place, INTERPRETED)})"
         impl = _triton.Paged(place, _triton.processors(place), self.options.split_tokens)
-        impl.expect(self._layers)
+        impl.expect(self._layers, self._dtype)
         impl.limit(self._longest)
         return impl, words
 

@@ -159,15 +159,14 @@ class TestOpenAI(FrontendSuite):
 
 
 LIBRARIES = ("nixl", "mooncake", "mooncake-store", "redis")
-BACKENDS = ("flashinfer", "split", "triton")
+APART = {("attention", "flashinfer"), ("attention", "split"), ("attention", "triton")}  # beside tests of their own
 
 
 def test_every_built_in_plugin_is_tried():
-    """Policies are tried in ``policies``; connectors that need a library, and attention that needs more than a type,
-    beside the tests of their own."""
+    """Policies are tried in ``policies``, what needs a library beside the tests of its own."""
     tried = {(suite.role, suite().found().cls) for suite in globals().values() if is_suite(suite)}
     tried |= {("connector", Registry().select("connector", name).cls) for name in LIBRARIES}
-    tried |= {("attention", Registry().select("attention", name).cls) for name in BACKENDS}
+    tried |= {(role, Registry().select(role, name).cls) for role, name in APART}
     for line in Registry().listing():
         if (
             line.distribution == "sixhooks"

@@ -26,13 +26,13 @@ class TestTriton(AttentionSuite):
     page_sizes = (1, 5, 128)
     head_shapes = ((2, 2), (6, 2), (6, 1))
     head_dims = (16, 40)
-    long_context = 300
+    long_context = 200
     windows = (1, 70, 4000)
     soft_caps = (2.0,)
 
     @classmethod
     def situations(cls):
-        return super().situations()[::2]
+        return super().situations()[::4]  # each type, each size of pages, each shape of heads
 
 
 @pytest.mark.slow
@@ -62,7 +62,7 @@ class TestTritonInFixedPieces(TestTriton):
 
 SHAPE = Shape(heads=6, kv_heads=2, head_dim=16, page_size=5)
 LAYER = {"heads": 6, "kv_heads": 2, "k_dim": 16, "v_dim": 16, "scale": 0.3}
-LONGEST = 400
+LONGEST = 200
 
 
 def ready(*windows: int | None) -> Any:
@@ -71,7 +71,7 @@ def ready(*windows: int | None) -> Any:
     backend.expect([AttentionLayer(**LAYER, window=window) for window in windows])
     limits = Limits(max_model_len=LONGEST, max_batch_tokens=64, max_running=4, page_size=5, num_pages=99, vocab_size=9)
     backend.start(
-        Context(limits=limits, pool=PagePool(99), model=ModelInfo(name="", vocab_size=9, max_model_len=LONGEST))
+        Context(limits=limits, pool=PagePool(99, 5), model=ModelInfo(name="", vocab_size=9, max_model_len=LONGEST))
     )
     return backend
 
@@ -95,8 +95,8 @@ def test_a_graph_computes_what_was_planned_last_for_its_rows() -> None:
     """What is captured are tensors: those of the first plan of a size must hold the numbers of the last."""
     backend, rng = ready(None, 7), random.Random(0)
     steps: dict[int, Any] = {}
-    for turn in range(3):
-        for rows, live in ((4, 3), (2, 2), (1, 1)):
+    for turn in range(2):
+        for rows, live in ((4, 3), (1, 1)):
             lengths = [LONGEST - 1 if not turn and not at else rng.randrange(LONGEST) for at in range(live)]
             memory = PagedMemory(SHAPE, [Row(length, 1) for length in lengths], seed=turn)
             batch, query, keys, values = padded(memory, rows)
@@ -116,10 +116,10 @@ def test_a_graph_computes_what_was_planned_last_for_its_rows() -> None:
                     torch.testing.assert_close(answer[row : row + 1].double(), wanted, atol=2e-5, rtol=2e-5)
             with pytest.raises(RuntimeError, match="no layer of this shape was expected"):
                 backend.attend(query, memory.k_pages, memory.v_pages, 0.3, window=8)
-        between = PagedMemory(SHAPE, [Row(3, 1), Row(0, 9)])  # a step without a graph
+        between = PagedMemory(SHAPE, [Row(3, 1), Row(0, 4)])  # a step without a graph
         torch.testing.assert_close(between.run(backend, 0.3).double(), between.expected(0.3), atol=2e-5, rtol=2e-5)
     launches = [launch for step in steps.values() for both in step.work.values() for launch in both]
-    assert len({launch.items.data_ptr() for launch in launches}) == 6
+    assert len({launch.items.data_ptr() for launch in launches}) == 4
 
 
 def test_graphs_need_to_know_the_layers_and_hold_one_token_a_row() -> None:
@@ -168,5 +168,5 @@ def test_the_default_model_says_what_it_says_with_the_reference() -> None:
         with llm:
             assert attention != "triton" or "triton" in llm.core.describe()["model"]["attention"]
             params = SamplingParams(temperature=0, max_tokens=3)
-            said.append([one.text for one in llm.generate(["The capital of France is", "One, two, three"], params)])
+            said.append([one.text for one in llm.generate(["One, two"], params)])
     assert said[0] == said[1]
