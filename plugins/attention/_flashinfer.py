@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.core.batch import AttentionLayer, Batch
 from engine.core.config import parse_bytes
-from engine.core.errors import ConfigError
+from engine.core.errors import ConfigError, one_line
 from engine.plugins.attention._flashinfer_tables import Kind, Part, Sharing, Step, Tables
 from engine.plugins.attention._flashinfer_wrappers import (
     Cascade,
@@ -79,11 +79,36 @@ class FlashInferKernels:
         self._runs: dict[Layer, list[tuple[Tokens, Wrapper]]] = {}
 
     def expect(self, layers: Sequence[AttentionLayer], dtype: str) -> None:
-        """These layers will ask. Raises ``ConfigError`` where one cannot be answered."""
+        """These layers will ask: every kernel that they need runs once, so that none is compiled in a step.
+
+        Raises:
+            ConfigError: one of them cannot be answered, or a kernel cannot be compiled or run.
+        """
         for told in layers:
             if words := refusal(_expected(told, dtype), told.v_dim):
                 raise ConfigError(f"attention flashinfer {words}")
         self._expected = tuple(dict.fromkeys(_expected(told, dtype) for told in layers))
+        try:
+            for layer in self._expected:
+                self._try(layer)
+        except (ImportError, OSError, RuntimeError) as error:
+            raise ConfigError(f"attention flashinfer: kernels cannot be compiled or run: {one_line(error)}") from error
+
+    def _try(self, layer: Layer) -> None:
+        """Two rows on a page that both have, and one of their own, by every wrapper that may be asked."""
+        step = Step(Batch(starts=[1, 1], counts=[1, 1], pages=[[0, 1], [0, 2]], page_size=1))
+        (plain,), (shared,) = step.parts("split", None), step.parts("split", Sharing(1, 2))
+        kinds: dict[Kind, Part] = {"decode": plain, "prefill": plain}
+        if layer.window is None:
+            kinds |= {"batch": plain} if self._options.mixed == "batch" else {}
+            kinds |= {"cascade": shared} if self._sharing is not None else {}
+        query = torch.zeros(2, layer.heads, layer.dim, dtype=layer.dtype, device=self._device)
+        pages = torch.zeros(3, 1, layer.kv_heads, layer.dim, dtype=layer.kv_dtype, device=self._device)
+        for kind, part in kinds.items():
+            wrapper = self._wrapper(kind, layer)
+            wrapper.plan([self._tables(tables) for tables in part.tables], step.size)
+            wrapper.run(query, (pages, pages), None)
+        self._mark()
 
     def plan_batch(self, batch: Batch) -> None:
         """Lay out rows. Each kind of layer is planned when the first of them asks."""
@@ -152,9 +177,7 @@ class FlashInferKernels:
             raise ValueError(f"attention flashinfer {words}")
         runs: list[tuple[Tokens, Wrapper]] = []
         for kind, tokens, tables in self._shared(self._step, layer.window is not None):
-            wrapper = self._wrappers.get((kind, layer))
-            if wrapper is None:
-                wrapper = self._wrappers[kind, layer] = self._made(kind, layer)
+            wrapper = self._wrapper(kind, layer)
             wrapper.plan(tables, self._step.size)
             runs.append((tokens, wrapper))
         self._mark()
@@ -174,6 +197,12 @@ class FlashInferKernels:
     def _share(self, part: Part) -> Share:
         tokens = part.tokens if isinstance(part.tokens, slice) else self._put(part.tokens)
         return Share(part.kind, tokens, [self._tables(tables) for tables in part.tables])
+
+    def _wrapper(self, kind: Kind, layer: Layer) -> Wrapper:
+        found = self._wrappers.get((kind, layer))
+        if found is None:
+            found = self._wrappers[kind, layer] = self._made(kind, layer)
+        return found
 
     def _made(self, kind: Kind, layer: Layer) -> Wrapper:
         if kind == "batch":
@@ -220,7 +249,7 @@ class FlashInferKernels:
     def _mark(self) -> None:
         if self._device.type == "cuda":
             self._copied = self._copied or torch.cuda.Event()
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(self._device))
 
 
 def refusal(layer: Layer, v_dim: int) -> str | None:

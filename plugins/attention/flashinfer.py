@@ -84,7 +84,7 @@ class FlashInferAttention(Attention):
 
     def prepare(self, *, device: str, dtype: str) -> str:
         """Import FlashInfer. Raises ``ConfigError``: another type, no device that it knows, not installed, no compiler
-        for its kernels. They are compiled when they are first used, and kept in the user's cache."""
+        for its kernels."""
         name = _device(device, dtype)
         _installed()
         try:
@@ -94,7 +94,11 @@ class FlashInferAttention(Attention):
         return f"flashinfer {version('flashinfer-python')} ({name}, mixed batches by {self.options.mixed})"
 
     def expect(self, layers: Sequence[AttentionLayer]) -> None:
-        """Remember them: graphs are planned for them. Raises ``ConfigError``: heads or types without kernels."""
+        """Compile the kernels for them, which may take a minute once a machine: they are kept in the user's cache.
+
+        Raises:
+            ConfigError: heads or types without kernels, or no kernel can be compiled.
+        """
         self._planned.expect(layers, self._dtype)
 
     def start(self, context: Context) -> None:

@@ -159,7 +159,7 @@ class TestOpenAI(FrontendSuite):
 
 
 LIBRARIES = ("nixl", "mooncake", "mooncake-store", "redis")
-APART = {("attention", "triton")}  # in a process of its own: plugins/attention/triton_interpreted.py
+APART = {("attention", "flashinfer"), ("attention", "split"), ("attention", "triton")}  # beside tests of their own
 
 
 def test_every_built_in_plugin_is_tried():

@@ -10,6 +10,7 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import flashinfer_front
 import flashinfer_record as record
@@ -142,6 +143,31 @@ def test_pages_of_fp8(options: dict[str, Any], flashinfer_class: Any) -> None:
     backend.plan_batch(given.batch)
     backend.write(*new, *pages)
     close(backend.attend(given.query, *pages, 0.05), expected(given, 0.05, None, None))
+
+
+def test_every_kernel_runs_before_the_first_step(flashinfer_class: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = {"heads": 8, "kv_heads": 2, "k_dim": 64, "v_dim": 64, "scale": 0.2}
+    layers = [AttentionLayer(**one), AttentionLayer(**one, window=4), AttentionLayer(**one)]
+    backend = flashinfer_class(OnStandIn.Options(**SMALL, **SHARING, mixed="batch"))
+    backend.plan_batch(Batch(starts=[0], counts=[1], pages=[[0]], page_size=4))
+    backend.expect(layers)
+    ready = set(backend._impl._wrappers)
+    assert {(kind, layer.window) for kind, layer in ready} == {
+        *(("decode", None), ("prefill", None), ("batch", None), ("cascade", None), ("decode", 4), ("prefill", 4)),
+    }
+    given = memory(ROWS, shared=32)
+    for features in ({}, {"window": 4}):
+        backend.plan_batch(given.batch)
+        backend.write(given.keys, given.values, given.k_pages, given.v_pages)
+        wanted = expected(given, 0.2, **{"window": None, "soft_cap": None, **features})
+        close(backend.attend(given.query, given.k_pages, given.v_pages, 0.2, **features), wanted)
+    assert set(backend._impl._wrappers) == ready
+    broken = mock.Mock(side_effect=RuntimeError("Ninja build failed"))
+    monkeypatch.setattr(library, "BatchDecodeWithPagedKVCacheWrapper", broken)
+    backend = OnStandIn(OnStandIn.Options(**SMALL))
+    backend.plan_batch(Batch(starts=[0], counts=[1], pages=[[0]], page_size=4))
+    with pytest.raises(ConfigError, match="kernels cannot be compiled or run: .*Ninja build failed"):
+        backend.expect(layers)
 
 
 def test_what_kernels_do_not_take_is_refused() -> None:

@@ -22,6 +22,8 @@ DECODE, PREFILL = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKV
 BATCH, CASCADE = "BatchAttention", "MultiLevelCascadeAttentionWrapper"
 WRAPPERS = (DECODE, PREFILL, BATCH, CASCADE)
 
+KINDS = frozenset({"attention:prefill", "attention:decode", "attention:mixed"})
+
 Change = Callable[[list[Any], dict[str, Any]], None]
 
 
@@ -163,7 +165,7 @@ def test_a_mistake_in_a_feature_is_seen(name: str) -> None:
 
 
 def finding(tampered: Any, options: dict[str, Any]) -> Any:
-    mistaken = on(tampered)
+    mistaken = type("Mistaken", (on(tampered),), {"__doc__": "Plain layers alone.", "provides": KINDS})
     settings = {
         "plugin": mistaken, "options": {**SMALL, **options}, "origin": Found("attention", mistaken, "local code", ""),
     }  # fmt: skip

@@ -47,6 +47,8 @@ def fits(use: Any, spilled: int = 0) -> None:
     [
         (80, {"dtype": "float16", "k_dim": 64, "v_dim": 64, "page": 16, "windowed": True}),
         (80, {"page": 1, "fp8": True, "wide": True}),
+        (80, {"dtype": "float32", "group": 3, "kv_heads": 3, "k_dim": 64, "v_dim": 64, "page": 16, "wide": True}),
+        (90, {"page": 1, "fp8": True}),
         (90, {"dtype": "float32", "group": 3, "kv_heads": 3, "k_dim": 64, "v_dim": 64, "page": 128}),
         (90, {"page": 16, "windowed": True, "capped": True, "wide": True}),
     ],

@@ -66,7 +66,7 @@ class AttentionFeatures(AttentionBench):
 
     def test_features_are_a_layers_own(self) -> None:
         """Where provided: one layer with a window or a cap leaves the next one, of the same step, without."""
-        features = {"window": 3} if self.provided("window") else {}
+        features: dict[str, Any] = {"window": 3} if self.provided("window") else {}
         features |= {"soft_cap": self.soft_caps[0]} if self.provided("soft-cap") else {}
         for memory in self._memories([(40, 1), (0, 9), (5, 30)]) if features else ():
             backend = self._ready()
