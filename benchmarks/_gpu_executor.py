@@ -20,7 +20,9 @@ from engine.core.plan import Outcome, Plan
 from engine.core.sampling import TokenLogprobs
 
 TIE = 2e-3  # log-probabilities so close are one to two orders of sums
-AGREE = 0.5  # part of a bfloat16 output that must be float32's, on average
+APART = {"bfloat16": 0.2, "bfloat16+fp8": 0.5}
+"""How far log-probabilities of prompts may be from float32's, on average. On a CPU it is 0.07 of bfloat16, and 0.16 of
+KV in fp8 under float32 (the default model, prompts as these)."""
 
 
 @contextmanager
@@ -49,22 +51,26 @@ def prompts(core: EngineCore, count: int, length: int) -> list[list[int]]:
     return [[rng.randrange(3, most) for _ in range(length - at % 5)] for at in range(count)]
 
 
-def said(core: EngineCore, count: int, length: int, output: int, **wishes: Any) -> tuple[list[list[int]], Any]:
-    """Greedy outputs, and what was reported of their tokens."""
+Reports = list[list[TokenLogprobs]]
+
+
+def said(core: EngineCore, count: int, length: int, output: int, **wishes: Any) -> tuple[list[list[int]], Reports]:
+    """Greedy outputs, and what was reported of their tokens, or of the prompts'."""
     params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, **wishes)
     requests = [core.add(prompt, params) for prompt in prompts(core, count, length)]
     reports: dict[str, list[TokenLogprobs]] = {request.id: [] for request in requests}
     while core.has_work:
         for delta in core.step():
-            reports[delta.request_id] += delta.logprobs
+            reports[delta.request_id] += delta.logprobs or delta.prompt_logprobs
     return [request.output for request in requests], [reports[request.id] for request in requests]
 
 
 def same_tokens(report: Report, model: str, backends: Sequence[tuple[str, str]]) -> None:
-    """float32 says on the device what the reference says on the CPU, up to proven ties; bfloat16 nearly."""
+    """float32 says on the device what the reference says on the CPU, up to proven ties; other types think nearly so."""
     count, length, output = (2, 5, 4) if report.tiny else (8, 40, 32)
     with engine(model, count, overlap=False, attention="torch", device="cpu") as core:
         wanted, reports = said(core, count, length, output, logprobs=2)
+        _, thought = said(core, count, length, 1, prompt_logprobs=0)
     rows = []
     for name, kind in backends:
         dtype, _, fp8 = kind.partition("+")
@@ -73,18 +79,27 @@ def same_tokens(report: Report, model: str, backends: Sequence[tuple[str, str]])
         options = {"device": str(report.device), "dtype": dtype, "kv_dtype": "fp8" if fp8 else "auto", "ahead": True}
         with engine(model, count, overlap=True, attention=name, **options) as core:
             found, _ = said(core, count, length, output)
+            _, thinks = said(core, count, length, 1, prompt_logprobs=0)
             graphs = str(core.describe()["model"]["graphs"])
         lengths = [common(one, two) for one, two in zip(found, wanted, strict=True)]
         part = sum(lengths) / (count * output)
         ties = sum(_tied(reports[at][same]) for at, same in enumerate(lengths) if same < output)
         equal = sum(same == output for same in lengths)
-        rows.append((name, kind, graphs, f"{equal}/{count}", ties, f"{part:.1%}"))
+        apart = _apart(thinks, thought)
+        rows.append((name, kind, graphs, f"{equal}/{count}", ties, f"{part:.1%}", f"{apart:.4f}"))
         if dtype == "float32":
             good = equal + ties == count
             report.check(good, f"{name} in {kind} says what the CPU says, up to ties ({equal} equal, {ties} ties)")
         else:
-            report.check(part >= AGREE, f"{name} in {kind} says {part:.0%} of what float32 says; {AGREE:.0%} is wanted")
-    report.table(("backend", "type", "graphs", "equal outputs", "ties", "common part"), rows)
+            words = f"{name} in {kind}: log-probabilities are {apart:.3f} from float32's; {APART[kind]} is allowed"
+            report.check(apart <= APART[kind], words)
+    report.table(("backend", "type", "graphs", "equal outputs", "ties", "common part", "log-probabilities off"), rows)
+
+
+def _apart(one: Reports, other: Reports) -> float:
+    """Mean difference of the log-probabilities of the same tokens."""
+    pairs = [pair for rows in zip(one, other, strict=True) for pair in zip(*rows, strict=True)]
+    return statistics.mean(abs(a.logprob - b.logprob) for a, b in pairs)
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:

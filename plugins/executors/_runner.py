@@ -179,6 +179,11 @@ class Runner:
             graphs=graphs,
         )
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the CPU is the device. After ``load``."""
+        return self._placed.on_cpu
+
     def default_pages(self, page_size: int) -> int | None:
         """So many as ``memory_part`` leaves room for; ``None`` without it. Raises ``ConfigError``: for none."""
         part = self.options.memory_part

@@ -107,9 +107,9 @@ class TorchExecutor(Executor):
         """Allocate K and V of every layer, zeroed, ``[num_pages, page_size, kv_heads, head_dim]``. Mutates."""
         self._loaded.allocate(num_pages, page_size)
 
-    def default_batch_tokens(self) -> int:
+    def default_batch_tokens(self) -> int | None:
         """Few on a CPU: a step of 512 takes a second there, and whoever is being written to waits for it."""
-        return CPU_BATCH_TOKENS
+        return CPU_BATCH_TOKENS if self._loaded.on_cpu else None
 
     def kv_layout(self) -> KVLayout | None:
         """K and then V of every layer in turn; ``None`` where they do not lie in this process's memory."""

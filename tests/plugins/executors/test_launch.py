@@ -551,7 +551,11 @@ def test_what_does_not_fit_together_is_refused(tiny: Callable[..., Path], option
 
 
 def test_what_was_chosen_is_told(tiny: Callable[..., Path]) -> None:
-    plain = executor_of(tiny()).load().details
+    executor = executor_of(tiny())
+    plain = executor.load().details
+    assert executor.default_batch_tokens() == 512
+    executor._runner._place = executor._runner._place._replace(device=ELSEWHERE)
+    assert executor.default_batch_tokens() is None, "what is slow on a CPU is not slow elsewhere"
     assert (plain["device"], plain["kv_dtype"], plain["graphs"]) == ("cpu", "float32", "none: device cpu has none")
     assert executor_of(tiny(), ahead=True, graphs="on").load().details["graphs"] == "of decode steps"
 

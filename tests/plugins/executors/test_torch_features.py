@@ -103,5 +103,5 @@ def test_a_window_that_the_model_keeps_to_itself_is_refused() -> None:
 def test_pages_of_fp8_need_a_backend_for_them() -> None:
     shape = LayerShape(0, 4, 2, 8, 8, 1.0, None, None)
     assert introduce(make("attention", "torch"), [shape], "torch") == "torch"
-    with pytest.raises(ModelError, match="have KV of fp8, which attention torch does not compute: choose .*triton"):
+    with pytest.raises(ConfigError, match="KV of fp8 is asked for, which attention torch does not read: .*triton"):
         introduce(make("attention", "torch"), [shape], "torch", "float8_e4m3fn")
