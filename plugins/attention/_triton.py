@@ -136,13 +136,7 @@ class Paged:
         self._step = place.step
 
     def _place(self, count: int, size: int, bounds: list[int], length: int, ends: list[slice]) -> Place:
-        for kind, bound in zip(self._kinds, bounds, strict=True):
-            parts = bound * kind.kv_heads * height(kind.dtype, kind.group, wide=False) * self._v_dim * 4
-            if self._split and parts > MOST_PARTS:
-                raise ConfigError(
-                    f"attention triton: split_tokens {self._split} cuts {count} rows of up to {self._longest} tokens "
-                    f"into pieces that need {parts / 2**30:.1f} GiB in a graph: raise split_tokens, or lower max_model_len"
-                )
+        self._affordable(count, bounds)
         room = count * -(-self._longest // size)
         if len(self._tables) < room:
             self._tables = torch.zeros(room, dtype=torch.int32, device=self._device)
@@ -152,6 +146,17 @@ class Paged:
         for at, (kind, bound) in enumerate(zip(self._kinds, bounds, strict=True)):
             step.work[kind] = [Launch(False, rest[2 * at].view(-1, ITEM), rest[2 * at + 1].view(-1, MERGE), bound)]
         return Place(indices, step)
+
+    def _affordable(self, count: int, bounds: list[int]) -> None:
+        """Raises ``ConfigError`` where the parts of so many items would take too much memory."""
+        for kind, bound in zip(self._kinds, bounds, strict=True):
+            parts = bound * kind.kv_heads * height(kind.dtype, kind.group, wide=False) * self._v_dim * 4
+            if self._split and parts > MOST_PARTS:
+                raise ConfigError(
+                    f"attention triton: split_tokens {self._split} cuts {count} rows of up to {self._longest} tokens "
+                    f"into pieces that need {parts / 2**30:.1f} GiB in a graph: raise split_tokens, or lower "
+                    f"max_model_len"
+                )
 
     def _pieces(self, kind: Kind, rows: Rows) -> list[tuple[bool, Pieces]]:
         """Narrow and wide pieces, as far as there are any."""
