@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.core.batch import AttentionLayer, Batch
+from engine.core.errors import ConfigError
 from engine.plugins.attention import _triton_kernels as kernels
 from engine.plugins.attention._triton_blocks import (
     ALIGN,
@@ -36,6 +37,7 @@ from engine.plugins.attention._triton_plan import (
 from engine.plugins.attention._triton_staging import Staging, packed
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
+MOST_PARTS = 2**30  # bytes
 FLOAT8 = torch.float8_e4m3fn
 FUSED: dict[str, Any] = {} if kernels.INTERPRETED else {"enable_fp_fusion": True}  # later Tritons do not by default
 
@@ -80,6 +82,7 @@ class Paged:
         self._device, self._processors, self._split = device, processors, split
         self._staging = Staging(device)
         self._kinds: list[Kind] = []
+        self._v_dim = 0
         self._step: Step | None = None
         self._places: dict[int, Place] = {}
         self._tables = torch.empty(0, dtype=torch.int32)  # the page tables of all graphs
@@ -89,6 +92,7 @@ class Paged:
         """Plan for these layers, with queries of this type, at once from now on. Mutates."""
         kinds = (Kind(dtype, layer.heads // layer.kv_heads, layer.kv_heads, layer.window or 0) for layer in layers)
         self._kinds = list(dict.fromkeys(kinds))
+        self._v_dim = max((layer.v_dim for layer in layers), default=0)
 
     def limit(self, tokens: int) -> None:
         """No request becomes longer than this. Mutates."""
@@ -107,8 +111,12 @@ class Paged:
             self._step.work[kind], rest = _launches(both, rest)
 
     def plan_graph(self, batch: Batch) -> None:
-        """As ``plan_batch``, into the tensors of the graph with so many rows. Raises ``RuntimeError`` before
-        ``expect`` and ``limit``."""
+        """As ``plan_batch``, into the tensors of the graph with so many rows.
+
+        Raises:
+            RuntimeError: ``expect`` or ``limit`` was not called.
+            ConfigError: pieces of a fixed size would be so many that their parts take too much memory.
+        """
         if not self._kinds or not self._longest:
             raise RuntimeError("attention triton: expect() and start() come before plan_graph()")
         rows, count = rows_of(batch), len(batch.counts)
@@ -128,6 +136,7 @@ class Paged:
         self._step = place.step
 
     def _place(self, count: int, size: int, bounds: list[int], length: int, ends: list[slice]) -> Place:
+        self._affordable(count, bounds)
         room = count * -(-self._longest // size)
         if len(self._tables) < room:
             self._tables = torch.zeros(room, dtype=torch.int32, device=self._device)
@@ -137,6 +146,17 @@ class Paged:
         for at, (kind, bound) in enumerate(zip(self._kinds, bounds, strict=True)):
             step.work[kind] = [Launch(False, rest[2 * at].view(-1, ITEM), rest[2 * at + 1].view(-1, MERGE), bound)]
         return Place(indices, step)
+
+    def _affordable(self, count: int, bounds: list[int]) -> None:
+        """Raises ``ConfigError`` where the parts of so many items would take too much memory."""
+        for kind, bound in zip(self._kinds, bounds, strict=True):
+            parts = bound * kind.kv_heads * height(kind.dtype, kind.group, wide=False) * self._v_dim * 4
+            if self._split and parts > MOST_PARTS:
+                raise ConfigError(
+                    f"attention triton: split_tokens {self._split} cuts {count} rows of up to {self._longest} tokens "
+                    f"into pieces that need {parts / 2**30:.1f} GiB in a graph: raise split_tokens, or lower "
+                    f"max_model_len"
+                )
 
     def _pieces(self, kind: Kind, rows: Rows) -> list[tuple[bool, Pieces]]:
         """Narrow and wide pieces, as far as there are any."""

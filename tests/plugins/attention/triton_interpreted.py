@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine import LLM, SamplingParams
-from engine.core import AttentionLayer, Batch, Context, Limits, ModelError, ModelInfo
+from engine.core import AttentionLayer, Batch, ConfigError, Context, Limits, ModelError, ModelInfo
 from engine.core.pages import PagePool
 from engine.core.registry import make
 from engine.testing import AttentionSuite
@@ -65,8 +65,8 @@ LAYER = {"heads": 6, "kv_heads": 2, "k_dim": 16, "v_dim": 16, "scale": 0.3}
 LONGEST = 200
 
 
-def ready(*windows: int | None) -> Any:
-    backend = make("attention", "triton")
+def ready(*windows: int | None, **options: Any) -> Any:
+    backend = make("attention", "triton", options)
     assert "interpreted" in backend.prepare(device="cpu", dtype="float32")
     backend.expect([AttentionLayer(**LAYER, window=window) for window in windows])
     limits = Limits(max_model_len=LONGEST, max_batch_tokens=64, max_running=4, page_size=5, num_pages=99, vocab_size=9)
@@ -128,6 +128,17 @@ def test_graphs_need_to_know_the_layers_and_hold_one_token_a_row() -> None:
         make("attention", "triton").plan_graph(batch)
     with pytest.raises(ValueError, match="one token a row"):
         ready(None).plan_graph(batch)
+
+
+def test_graphs_of_fixed_pieces_may_need_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    from engine.plugins.attention import _triton
+
+    batch = Batch(starts=[0] * 4, counts=[1] * 4, pages=[[0]] * 4, page_size=5)
+    ready(None, split_tokens=64).plan_graph(batch)
+    monkeypatch.setattr(_triton, "MOST_PARTS", 10**4)
+    with pytest.raises(ConfigError, match=r"split_tokens 64 cuts 4 rows of up to 200 tokens .*: raise split_tokens"):
+        ready(None, split_tokens=64).plan_graph(batch)
+    ready(None).plan_graph(batch)
 
 
 def test_other_pages_are_refused() -> None:
