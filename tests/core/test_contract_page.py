@@ -24,8 +24,10 @@ from engine.core import (
     hookspecs,
 )
 from engine.core.contract import HOOKS, parameters
+from engine.core.keys import Keys
 from engine.core.protocols import ROLES, Plugin
 from engine.http import http_app
+from engine.plugins.frontends.openai import OpenAIFrontend
 from engine.testing import ScriptedModel, make_core
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "contract.md").read_text()
@@ -341,6 +343,10 @@ def mounted():
         http_app(engine)
     finally:
         engine.shutdown()
+    frontend = OpenAIFrontend()
+    frontend.guard(Keys(["one", "two"]))
+    frontend.open(host="127.0.0.1", port=0)
+    frontend.close()
 
 
 def pages_of_examples():
