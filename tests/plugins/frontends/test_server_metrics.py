@@ -7,7 +7,7 @@ import json
 import re
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,17 @@ from engine.plugins.frontends.openai import OpenAIFrontend
 ROOT = Path(__file__).parents[3]
 GOOD = {"prompt": [1, 2, 3], "max_tokens": 8, "temperature": 0}
 PATIENCE = 60.0
+
+
+@pytest.fixture
+def embedded() -> Iterator[AsyncEngine]:
+    engine = AsyncEngine.launch(EngineConfig.model_validate({"executor": "sim"}), in_process=True)
+    yield engine
+    engine.shutdown()
+
+
+def client(app: Any) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test")
 
 
 def families(server: Any) -> dict[str, str]:
@@ -60,31 +71,35 @@ def test_the_dashboard_asks_for_what_there_is(server: Any) -> None:
     assert len(set(places)) == len(places)
 
 
-def test_known_names_say_the_same_as_ours(start: Any) -> None:
-    server = start("--executor", "sim", "--executor.step-ms", "1")
-    for _ in range(3):
-        server.http.post("/v1/completions", json={**GOOD, "prompt": list(range(40))}).raise_for_status()
-    now = server.idle()
-    labels = '{engine="0",model_name="sim"}'
-    alike = {name: value for name, value in now.items()}  # noqa: C416
+async def samples(http: httpx.AsyncClient) -> dict[str, float]:
+    """All samples by name and labels, the two labels of vLLM's left out."""
+    text = (await http.get("/metrics")).raise_for_status().text
+    text = re.sub(r',?(model_name="sim"|engine="0")', "", text).replace("{,", "{").replace("{}", "")
+    pairs = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    return {name: float(value) for name, value in pairs}
 
-    def known(name: str, more: str = "") -> float:
-        return next(value for key, value in alike.items()
-                    if key.startswith(name + "{") and 'model_name="sim"' in key and more in key)  # fmt: skip
 
-    assert labels
-    assert known("vllm:num_requests_running") == known("vllm:num_requests_waiting") == 0
-    assert known("vllm:kv_cache_usage_perc") == 0
-    assert known("vllm:prompt_tokens_total") == now["engine_prompt_tokens_total"] == 120
-    assert known("vllm:generation_tokens_total") == now["engine_output_tokens_total"] == 24
-    assert known("vllm:prefix_cache_queries_total") == now["engine_looked_up_tokens_total"] == 120
-    assert known("vllm:prefix_cache_hits_total") == now["engine_cached_tokens_total"] > 0
-    assert known("vllm:request_success_total", 'finished_reason="length"') == 3
-    assert known("vllm:time_to_first_token_seconds_count") == now["engine_time_to_first_token_seconds_count"] == 3
-    assert known("vllm:inter_token_latency_seconds_count") == now["engine_inter_token_seconds_count"]
-    assert known("vllm:e2e_request_latency_seconds_count") == now["engine_request_seconds_count"] == 3
-    assert known("vllm:request_queue_time_seconds_count") == 3
-    assert known("vllm:iteration_tokens_total_sum") == now["engine_batch_tokens_sum"]
+def test_known_names_say_the_same_as_ours(embedded: AsyncEngine) -> None:
+    async def main() -> dict[str, float]:
+        async with client(OpenAIFrontend().app(embedded)) as http:
+            for _ in range(3):
+                answer = await http.post("/v1/completions", json={**GOOD, "prompt": list(range(40))})
+                assert answer.status_code == 200
+            return await samples(http)
+
+    now = asyncio.run(main())
+    assert now["vllm:num_requests_running"] == now["vllm:num_requests_waiting"] == 0
+    assert now["vllm:kv_cache_usage_perc"] == 0
+    assert now["vllm:prompt_tokens_total"] == now["engine_prompt_tokens_total"] == 120
+    assert now["vllm:generation_tokens_total"] == now["engine_output_tokens_total"] == 24
+    assert now["vllm:prefix_cache_queries_total"] == now["engine_looked_up_tokens_total"] == 120
+    assert now["vllm:prefix_cache_hits_total"] == now["engine_cached_tokens_total"] > 0
+    assert now['vllm:request_success_total{finished_reason="length"}'] == 3
+    assert now["vllm:time_to_first_token_seconds_count"] == now["engine_time_to_first_token_seconds_count"] == 3
+    assert now["vllm:inter_token_latency_seconds_count"] == now["engine_inter_token_seconds_count"]
+    assert now["vllm:e2e_request_latency_seconds_count"] == now["engine_request_seconds_count"] == 3
+    assert now["vllm:request_queue_time_seconds_count"] == 3
+    assert now["vllm:iteration_tokens_total_sum"] == now["engine_batch_tokens_sum"]
     assert now["engine_batch_tokens_sum"] == now["engine_computed_tokens_total"]
     assert now["engine_step_seconds_count"] == now["engine_batch_tokens_count"] > 0
 
@@ -96,19 +111,29 @@ def wait_for(server: Any, name: str, value: float) -> None:
         time.sleep(0.02)
 
 
-def test_why_requests_wait(start: Any) -> None:
-    server = start("--executor", "sim", "--executor.step-ms", "5", "--max-running", "1")
-    first = {**GOOD, "max_tokens": 150}
-    with ThreadPoolExecutor(3) as pool:
-        running = pool.submit(httpx.post, f"{server.url}/v1/completions", json=first, timeout=PATIENCE)
-        wait_for(server, "engine_requests_running", 1)
-        others = [pool.submit(httpx.post, f"{server.url}/v1/completions", json=GOOD, timeout=60) for _ in range(2)]
-        wait_for(server, 'engine_requests_waiting_for{reason="run_slots"}', 1)  # the head; the other is behind it
-        assert server.metrics()['engine_requests_waiting_for{reason="behind"}'] == 1
-        assert server.metrics()["engine_requests_waiting"] == 2
-        for task in (running, *others):
-            task.result()
-    now = server.idle()
+def test_why_requests_wait() -> None:
+    fields = {"executor": {"name": "sim", "step_ms": 2}, "max_running": 1}
+    engine = AsyncEngine.launch(EngineConfig.model_validate(fields), in_process=True)
+
+    async def main() -> tuple[dict[str, float], dict[str, float]]:
+        async with client(OpenAIFrontend().app(engine)) as http:
+            tasks = [
+                asyncio.create_task(http.post("/v1/completions", json={**GOOD, "max_tokens": tokens}))
+                for tokens in (1000, 8, 8)
+            ]
+            deadline = time.monotonic() + PATIENCE
+            while (busy := await samples(http))['engine_requests_waiting_for{reason="run_slots"}'] != 2:
+                assert time.monotonic() < deadline
+            assert {(await task).status_code for task in tasks} == {200}
+            return busy, await samples(http)
+
+    try:
+        busy, now = asyncio.run(main())
+    finally:
+        engine.shutdown()
+    assert (busy["engine_requests_running"], busy["engine_requests_waiting"]) == (1, 2)
+    assert (busy["vllm:num_requests_running"], busy["vllm:num_requests_waiting"]) == (1, 2)
+    assert busy["vllm:kv_cache_usage_perc"] > 0
     assert sum(now[f'engine_requests_waiting_for{{reason="{why.value}"}}'] for why in Why) == 0
     waits = {name.split('"')[1]: value for name, value in now.items() if name.startswith("engine_queue_seconds_count")}
     assert waits == {"none": 1, "run_slots": 2}
@@ -131,21 +156,6 @@ def test_every_http_request_is_counted_with_its_status(start: Any) -> None:
     assert now['engine_http_requests_total{path="unknown",status="404"}'] == 1
     assert now['engine_http_requests_total{path="/v1/models/{name:path}",status="404"}'] == 1
     assert now['engine_requests_ended_total{reason="abort"}'] == 1
-
-
-def test_metrics_of_a_dead_engine_say_so(start: Any) -> None:
-    import os
-    import signal
-
-    server = start("--executor", "sim", "--frontend.engine-death-grace-s", "20")
-    server.http.post("/v1/completions", json=GOOD).raise_for_status()
-    os.kill(server.core_pid, signal.SIGKILL)
-    wait_for(server, "engine_up", 0)
-    now = server.metrics()
-    assert (now["engine_ready"], now['engine_state{state="stopped"}']) == (0, 1)
-    assert now['engine_requests_ended_total{reason="length"}'] == 1
-    assert "engine_requests_running" not in now  # nobody knows: routers must not take it for idle
-    assert server.stop() == 1
 
 
 def test_what_a_mounted_application_counts_is_its_own() -> None:
