@@ -39,13 +39,12 @@ def serve(
     registry = Registry()
     frontend = build(registry.select("frontend", config.frontend.name), config.frontend)
     assert isinstance(frontend, Frontend)
-    key = guarded(frontend, config)
     executor = registry.select("executor", config.executor.name).cls
     told = getattr(executor, "use", None) is not Executor.use  # what is not told of the model loads none
     typer.echo(f"loading {config.model} …" if told else f"starting executor {executor.name}, without a model …")
     engine: AsyncEngine | None = None
     try:
-        frontend.open(host=config.host, port=config.port)
+        key = prepare(frontend, config)
         engine = AsyncEngine.launch(config, in_process=in_process)
         for line in chosen(loaded, engine.description):
             typer.echo(line)
@@ -61,18 +60,20 @@ def serve(
     raise typer.Exit(code)
 
 
-def guarded(frontend: Frontend, config: EngineConfig) -> str | None:
-    """Give the frontend its keys. Returns the key where there is one, without a file: any frontend knows that much.
+def prepare(frontend: Frontend, config: EngineConfig) -> str | None:
+    """Give the frontend its keys, and let it listen. Returns the key where there is one and no file: any frontend
+    knows that much.
 
     Raises:
-        ConfigError: the file of keys cannot be used, or the frontend does not know several keys.
+        ConfigError: the file of keys cannot be used, the frontend does not know several keys, or it cannot listen.
     """
     from engine.core.keys import Keys
 
-    if config.api_key_file is None and len(config.api_key) < 2:
-        return next(iter(config.api_key), None)
-    frontend.guard(Keys(config.api_key, config.api_key_file))
-    return None
+    several = config.api_key_file is not None or len(config.api_key) > 1
+    if several:
+        frontend.guard(Keys(config.api_key, config.api_key_file))
+    frontend.open(host=config.host, port=config.port)
+    return None if several else next(iter(config.api_key), None)
 
 
 def log_to_stderr(name: str) -> None:

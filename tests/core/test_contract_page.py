@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine import AsyncEngine
+from engine.cli.serve import prepare
 from engine.core import (
     Connector,
     EngineConfig,
@@ -24,7 +25,6 @@ from engine.core import (
     hookspecs,
 )
 from engine.core.contract import HOOKS, parameters
-from engine.core.keys import Keys
 from engine.core.protocols import ROLES, Plugin
 from engine.http import http_app
 from engine.plugins.frontends.openai import OpenAIFrontend
@@ -344,8 +344,7 @@ def mounted():
     finally:
         engine.shutdown()
     frontend = OpenAIFrontend()
-    frontend.guard(Keys(["one", "two"]))
-    frontend.open(host="127.0.0.1", port=0)
+    prepare(frontend, EngineConfig(api_key=("one", "two"), port=0))
     frontend.close()
 
 

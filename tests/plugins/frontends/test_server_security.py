@@ -284,7 +284,7 @@ def test_keys_change_with_their_file(start: Any, tmp_path: Path) -> None:
     assert server.stop() == 0
 
 
-def test_a_frontend_of_one_key_is_not_left_open(start: Any) -> None:
+def test_a_frontend_of_one_key_is_not_left_open() -> None:
     from engine.core.protocols import Frontend
 
     class Simple(Frontend):
@@ -294,9 +294,9 @@ def test_a_frontend_of_one_key_is_not_left_open(start: Any) -> None:
             raise AssertionError("it must not come so far")
 
     from engine import ConfigError
-    from engine.cli.serve import guarded
+    from engine.cli.serve import prepare
 
-    assert guarded(Simple(), EngineConfig(api_key="one")) == "one"
-    assert guarded(Simple(), EngineConfig()) is None
+    assert prepare(Simple(), EngineConfig(api_key="one")) == "one"
+    assert prepare(Simple(), EngineConfig()) is None
     with pytest.raises(ConfigError, match="simple knows one key only"):
-        guarded(Simple(), EngineConfig(api_key=("one", "two")))
+        prepare(Simple(), EngineConfig(api_key=("one", "two")))
