@@ -8,13 +8,14 @@ import re
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from importlib.metadata import version
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
+from engine.core.errors import ConfigError, suggest
 from engine.core.keys import Keys
 from engine.plugins.frontends._errors import HTTPError, as_http
 from engine.plugins.frontends._wire import ClientGone, authorize, json_response, read_body
@@ -45,14 +46,22 @@ class Endpoints:
         self._keys, self._max_body, self._open_paths = keys, max_body_bytes, frozenset(open_paths)
 
     def build(self, title: str, routes: Iterable[Route], *, origins: Sequence[str] = ()) -> FastAPI:
-        """The ASGI application, with ``/openapi.json``. Pages of other ``origins`` may ask, too (CORS)."""
+        """The ASGI application, with ``/openapi.json``. Pages of other ``origins`` may ask, too (CORS).
+
+        Raises:
+            ConfigError: one of ``open_paths`` is no path.
+        """
         app = FastAPI(title=title, version=version("sixhooks"), docs_url=None, redoc_url=None, openapi_url=None)
 
         async def openapi(request: Request) -> Response:
             """This document."""
-            return json_response(app.openapi())
+            return json_response(with_path_parameters(app.openapi()))
 
-        for path, method, handler, guarded in (*routes, ("/openapi.json", "GET", openapi, True)):
+        table: list[Route] = [*routes, ("/openapi.json", "GET", openapi, True)]
+        paths = {path for path, *_ in table}
+        for wrong in self._open_paths - paths:
+            raise ConfigError(f"open_paths: there is no path {wrong!r}: {suggest(wrong, paths)}")
+        for path, method, handler, guarded in table:
             endpoint = self._safely(handler, guarded and path not in self._open_paths)
             app.add_api_route(path, endpoint, methods=[method], response_model=None, name=handler.__name__)
         app.add_exception_handler(HTTPException, self._no_route)
@@ -118,6 +127,17 @@ class Endpoints:
         code = "method_not_allowed" if error.status_code == 405 else "not_found"
         words = f"{error.detail}: {request.method} {request.url.path}"
         return self._refusal(request, HTTPError(error.status_code, words, code=code, headers=dict(error.headers or {})))
+
+
+def with_path_parameters(document: dict[str, Any]) -> dict[str, Any]:
+    """Declare the parameters that stand in paths: handlers take them from the request, so nobody else does. Mutates."""
+    for path, operations in document["paths"].items():
+        names = re.findall(r"{(\w+)}", path)
+        named = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
+        for operation in operations.values() if named else ():
+            others = [one for one in operation.get("parameters", []) if one["name"] not in names]
+            operation["parameters"] = [*others, *named]
+    return document
 
 
 def tenant_of(request: Request) -> str:

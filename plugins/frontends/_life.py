@@ -10,7 +10,7 @@ from typing import Any
 from engine.core.errors import ShuttingDown
 from engine.core.serve.client import AsyncEngine
 
-HEARTBEATS_APART = 2.0  # seconds; silence that is shorter says nothing
+HEARTBEATS_APART = 2.0  # seconds; a silence or a stall that is shorter says nothing
 
 
 class State(StrEnum):
@@ -84,5 +84,5 @@ class Life:
             "ready": status == "ok",
             "cause": cause,
             "open_requests": health.open_requests,
-            "stalled_for": round(health.stall, 3),
+            "stalled_for": round(health.stall, 1) if health.stall > HEARTBEATS_APART else 0.0,
         }

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from fastapi.routing import APIRoute
 
-from engine import AsyncEngine, EngineConfig
+from engine import AsyncEngine, ConfigError, EngineConfig
 from engine.core.keys import Keys
 from engine.plugins.frontends.openai import OpenAIFrontend, OpenAIOptions
 
@@ -107,6 +107,11 @@ def test_paths_that_are_opened_need_no_key_and_no_others(engine: AsyncEngine) ->
         assert found == {"/health/ready": 200, "/metrics": 200, "/v1/models": 401}
 
     asyncio.run(main())
+
+
+def test_an_open_path_that_is_none_is_refused(engine: AsyncEngine) -> None:
+    with pytest.raises(ConfigError, match="no path '/metric': did you mean '/metrics'"):
+        OpenAIFrontend(OpenAIOptions(open_paths=("/metric",))).app(engine)
 
 
 def test_the_label_is_the_tenant_whatever_the_client_says(engine: AsyncEngine, guarded: Any, notes: Any) -> None:
@@ -293,7 +298,6 @@ def test_a_frontend_of_one_key_is_not_left_open() -> None:
         def serve(self, engine: Any, *, host: str, port: int, api_key: str | None = None) -> int:
             raise AssertionError("it must not come so far")
 
-    from engine import ConfigError
     from engine.cli.serve import prepare
 
     assert prepare(Simple(), EngineConfig(api_key="one")) == "one"
