@@ -56,11 +56,11 @@ def come_again(seconds: float | None) -> dict[str, str]:
 
 
 def too_late(detail: str | None, retry_after: float) -> HTTPError:
-    """A request that ended because its time was over: 503 where it never began, 504 at its own deadline."""
+    """A request that ended because its time was over: 503 where it never began, 408 at its own deadline."""
     code, _, words = (detail or "").partition(": ")
     if code == QUEUE:
         return HTTPError(503, words, "server_error", code=QUEUE, headers=come_again(retry_after))
-    return HTTPError(504, words, "timeout_error", "deadline_ms", code="deadline_exceeded")
+    return HTTPError(408, words, "timeout_error", "deadline_ms", code="deadline_exceeded")
 
 
 def failed(detail: str | None) -> HTTPError:
