@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.core.errors import InvalidRequest
 from engine.core.serve.client import Ask, AsyncEngine
@@ -21,6 +21,12 @@ class Job:
     texts: list[str | None]
     stream: bool
     wish: Wish
+
+    def of(self, tenant: str, note: str) -> Job:
+        """The same, asked by a tenant, with a note: see ``Ask``."""
+        if not (tenant or note):
+            return self
+        return replace(self, asks=[replace(ask, tenant=tenant, note=note) for ask in self.asks])
 
 
 class Preparer:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine import AsyncEngine
+from engine.cli.serve import prepare
 from engine.core import (
     Batch,
     Connector,
@@ -28,6 +29,7 @@ from engine.core.contract import HOOKS, parameters
 from engine.core.protocols import ROLES, Plugin
 from engine.core.registry import make
 from engine.http import http_app
+from engine.plugins.frontends.openai import OpenAIFrontend
 from engine.testing import ScriptedModel, make_core
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "contract.md").read_text()
@@ -343,6 +345,9 @@ def mounted():
         http_app(engine)
     finally:
         engine.shutdown()
+    frontend = OpenAIFrontend()
+    prepare(frontend, EngineConfig(api_key=("one", "two"), port=0))
+    frontend.close()
 
 
 def captured():
