@@ -11,8 +11,8 @@ WORKERS ?= 2
 TREE := .build/tree
 
 SITE := .build/site
-# Libraries of optional connectors. Where they do not install, the tests that need them are skipped and say so.
-OPTIONAL := nixl-cu12 mooncake-transfer-engine-non-cuda redis
+# Libraries of optional plugins. Where they do not install, the tests that need them are skipped and say so.
+OPTIONAL := nixl-cu12 mooncake-transfer-engine-non-cuda redis llguidance
 
 .PHONY: install serve test lint types imports docs unit slow bench clean
 

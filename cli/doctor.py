@@ -24,6 +24,7 @@ OPTIONAL = {
     "triton": "GPU kernels",
     "flashinfer-python": "GPU attention",
     "nixl": "KV transfer",
+    "llguidance": "structured output and required tool calls: pip install 'sixhooks[grammar]'",
     "uvloop": "faster HTTP",
 }
 OLDER_NAMES = {  # GPT-2 and its relatives

@@ -20,7 +20,7 @@ def new(
     name: Annotated[str, typer.Argument(help="Of the plugin and its package, e.g. shortest-first.")],
     role: Annotated[
         str,
-        typer.Option("--role", help="policy, scheduler, kvcache, executor, connector, attention or frontend."),
+        typer.Option("--role", help="policy, scheduler, kvcache, executor, connector, attention, frontend or grammar."),
     ],
 ) -> None:
     """Write a complete package into ./NAME: code, tests that subclass the role's suite, pyproject.toml, README.

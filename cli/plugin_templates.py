@@ -5,6 +5,7 @@ from __future__ import annotations
 from engine.cli.plugin_template_attention import ATTENTION
 from engine.cli.plugin_template_connector import CONNECTOR
 from engine.cli.plugin_template_frontend import FRONTEND
+from engine.cli.plugin_template_grammar import GRAMMAR
 from engine.cli.plugin_template_kvcache import KVCACHE
 
 PYPROJECT = """
@@ -64,6 +65,7 @@ SUITE = {
     "connector": "ConnectorSuite",
     "attention": "AttentionSuite",
     "frontend": "FrontendSuite",
+    "grammar": "GrammarSuite",
 }
 
 POLICY = '''
@@ -192,5 +194,6 @@ CODE = {
     "connector": CONNECTOR,
     "attention": ATTENTION,
     "frontend": FRONTEND,
+    "grammar": GRAMMAR,
 }
 """Role -> the package's code."""

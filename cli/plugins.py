@@ -22,7 +22,7 @@ EXIT_REFUSED = 2
 SERVING_ONLY = tuple(
     name
     for name in EngineConfig.model_fields
-    if name not in {"scheduler", "kvcache", "executor", "attention", "frontend", "policies", "connectors"}
+    if name not in {"scheduler", "kvcache", "executor", "attention", "grammar", "frontend", "policies", "connectors"}
 )
 
 

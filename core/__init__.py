@@ -22,6 +22,7 @@ from engine.core.errors import (
     PluginError,
     QueueFull,
 )
+from engine.core.grammar import Grammar, GrammarError, Vocabulary
 from engine.core.hookspecs import hookimpl
 from engine.core.loop import EngineCore
 from engine.core.plan import (
@@ -40,13 +41,16 @@ from engine.core.plan import (
 )
 from engine.core.protocols import (
     Attention,
+    CompiledGrammar,
     Connector,
     Context,
     Executor,
     Frontend,
+    GrammarCompiler,
     KVCache,
     Limits,
     Match,
+    Matcher,
     ModelInfo,
     Plugin,
     PluginOptions,
@@ -72,6 +76,7 @@ __all__ = [
     "CacheSnapshot",
     "CacheWatcher",
     "Candidate",
+    "CompiledGrammar",
     "ConfigError",
     "Connector",
     "Context",
@@ -85,12 +90,16 @@ __all__ = [
     "Executor",
     "Finish",
     "Frontend",
+    "Grammar",
+    "GrammarCompiler",
+    "GrammarError",
     "InvalidRequest",
     "InvariantViolation",
     "KVCache",
     "KVNumbers",
     "Limits",
     "Match",
+    "Matcher",
     "ModelError",
     "ModelInfo",
     "OutOfPages",
@@ -114,6 +123,7 @@ __all__ = [
     "StepView",
     "TokenLogprobs",
     "TooOld",
+    "Vocabulary",
     "Transfer",
     "TransferEvent",
     "Wait",

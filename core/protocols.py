@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 from engine.core.batch import Batch
 from engine.core.errors import ConfigError
+from engine.core.grammar import Grammar, Vocabulary, Words
 from engine.core.hookspecs import hookimpl
 from engine.core.pages import PagePool
 from engine.core.plan import Candidate, EvictionPool, KVNumbers, Outcome, Plan
@@ -79,7 +80,10 @@ class Limits:
         max_prompt_logprobs: most log-probabilities reported of one prompt.
         max_stop_strings, max_stop_length: most stop strings of a request, most characters of one.
         max_stop_token_ids, max_logit_bias: most entries.
+        max_grammar_bytes: longest grammar.
         sampling: what the executor acts on of ``engine.core.sampling.SAMPLING``.
+        grammars: kinds of grammar that can be asked for.
+        no_grammars: why there are none, where there are none.
     """
 
     max_model_len: int
@@ -98,7 +102,10 @@ class Limits:
     max_stop_length: int = 1024
     max_stop_token_ids: int = 128
     max_logit_bias: int = 1024
+    max_grammar_bytes: int = 65_536
     sampling: tuple[str, ...] = ()
+    grammars: tuple[str, ...] = ()
+    no_grammars: str = "no grammar compiler was selected"
 
     @property
     def pool_tokens(self) -> int:
@@ -543,6 +550,61 @@ class Frontend(Plugin, ABC):
         raise ConfigError(f"frontend {self.name} cannot be mounted in another application")
 
 
+class Matcher(Protocol):
+    """Follows one output through a grammar, token by token."""
+
+    @property
+    def accepting(self) -> bool:
+        """Whether the output may end here."""
+
+    def fill(self, mask: Words) -> None:
+        """Set the bits of the tokens that may follow, in a mask of zeros; ends only where it is ``accepting``.
+
+        Raises ``GrammarError`` where that has become too complex to say. Mutates the mask only.
+        """
+
+    def accept(self, token: int) -> bool:
+        """Go on by a token, which is no end; False, and nothing has changed, where it cannot follow. Mutates."""
+
+    def rollback(self, count: int) -> None:
+        """Take the last ``count`` tokens back. Mutates."""
+
+
+class CompiledGrammar(Protocol):
+    """A grammar that is ready. May be shared by any number of requests."""
+
+    def matcher(self) -> Matcher:
+        """A new matcher at the beginning, which has nothing in common with others."""
+
+
+class GrammarCompiler(Plugin, ABC):
+    """Turns grammars into masks over the vocabulary.
+
+    Class attribute ``kinds`` says which of ``engine.core.grammar.KINDS`` it takes; others are refused for it.
+    """
+
+    kinds: ClassVar[tuple[str, ...]] = ()
+
+    def missing(self) -> str | None:
+        """What it needs and is not here, with what would help; ``None`` where all is. Asked first, and must be quick.
+
+        The engine then starts without grammars if nobody selected this one by name, else it does not start.
+        """
+        return None
+
+    @abstractmethod
+    def prepare(self, vocabulary: Vocabulary) -> None:
+        """Learn the vocabulary. Called once, before the first ``compile``, in a thread that may take its time."""
+
+    @abstractmethod
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Compile, within bounds: called in threads, several at once, that cannot be stopped.
+
+        Raises:
+            InvalidRequest: it is no grammar of its kind, or has what is not supported: refused, and never ignored.
+        """
+
+
 ROLES: Mapping[str, type[Plugin]] = MappingProxyType(
     {
         "scheduler": Scheduler,
@@ -550,6 +612,7 @@ ROLES: Mapping[str, type[Plugin]] = MappingProxyType(
         "attention": Attention,
         "connector": Connector,
         "executor": Executor,
+        "grammar": GrammarCompiler,
         "frontend": Frontend,
         "policy": Policy,
     }
@@ -563,6 +626,7 @@ GROUPS: Mapping[str, str] = MappingProxyType(
         "attention": "engine.attention",
         "connector": "engine.connectors",
         "executor": "engine.executors",
+        "grammar": "engine.grammars",
         "frontend": "engine.frontends",
         "policy": "engine.policies",
     }

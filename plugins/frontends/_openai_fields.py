@@ -41,7 +41,6 @@ HARMLESS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "modalities": (lambda value: value == ["text"], '["text"]'),
     "parallel_tool_calls": (_one_of(True, False), "true or false"),
     "prediction": (_empty, "nothing"),
-    "response_format": (lambda value: value == {"type": "text"}, '{"type": "text"}'),
     "safety_identifier": (_text, "a string"),
     "service_tier": (_one_of("auto", "default"), '"auto" or "default"'),
     "store": (_one_of(False), "false"),

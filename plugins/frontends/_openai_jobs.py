@@ -22,6 +22,11 @@ class Job:
     stream: bool
     wish: Wish
 
+    @property
+    def settles_late(self) -> bool:
+        """Whether it may turn out to be invalid after it was accepted: grammars are compiled by the engine."""
+        return self.wish.params.grammar is not None
+
 
 class Preparer:
     """Prepares the requests of one server. Its methods may run in any thread.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -34,6 +34,9 @@ from engine.plugins.frontends._openai_tokens import (
 from engine.plugins.frontends._wire import EventStream, json_response, until_gone
 
 log = logging.getLogger(__name__)
+
+Pieces = AsyncGenerator[tuple[int, Chunk], None]
+"""Which choice, and what is new of it."""
 
 
 class Routes(Endpoints):
@@ -149,29 +152,47 @@ class Routes(Endpoints):
         answers = shape(self.name, job.wish, self.engine.tokenizer)
         headers = {"x-request-id": id_of(request)}
         group = self.engine.submit_many(job.asks, checked=True)
+        pieces = self._follow(group)
         if job.stream:
-            events = self._events(group, answers)
+            if job.settles_late:
+                pieces = await self._begun(request, group, pieces)
+            events = self._events(len(group.streams), pieces, answers)
             return EventStream(events, group.abort, headers=headers, patience=self._patience)
         try:
-            completions = await until_gone(request.receive, self._collect(group))
+            completions = await until_gone(request.receive, self._collect(len(group.streams), pieces))
         finally:
             group.abort()
         return json_response(answers.whole(completions), headers=headers)
 
+    async def _begun(self, request: Request, group: Group, pieces: Pieces) -> Pieces:
+        """Wait for the first piece: what was refused before that is no stream but an answer of its own."""
+        try:
+            first = await until_gone(request.receive, anext(pieces))
+        except BaseException:
+            group.abort()
+            raise
+
+        async def all_of_them() -> Pieces:
+            yield first
+            async for piece in pieces:
+                yield piece
+
+        return all_of_them()
+
     async def _prepared(self, request: Request, schema: type[Sampling]) -> Job:
         return await self.read(request, lambda body: self._preparer.prepare(body, schema, id_of(request)))
 
-    async def _collect(self, group: Group) -> list[Completion]:
+    async def _collect(self, count: int, pieces: Pieces) -> list[Completion]:
         """All choices to their end. Raises ``HTTPError`` where the engine gave up on one."""
-        gathers = [Gather() for _ in group.streams]
+        gathers = [Gather() for _ in range(count)]
         found: dict[int, Completion] = {}
-        async for index, chunk in self._follow(group):
+        async for index, chunk in pieces:
             completion = gathers[index].add(chunk)
             if completion is not None:
                 found[index] = completion
-        return [found[index] for index in range(len(group.streams))]
+        return [found[index] for index in range(count)]
 
-    async def _follow(self, group: Group) -> AsyncIterator[tuple[int, Chunk]]:
+    async def _follow(self, group: Group) -> Pieces:
         """Pieces as they come, timed. Raises ``HTTPError`` where the engine gave up on a choice."""
         timers = [self.metrics.timer() for _ in group.streams]
         async for index, chunk in group:
@@ -184,13 +205,13 @@ class Routes(Endpoints):
                     raise too_late(chunk.detail, self.engine.ledger.ends.wait_for(1))
             yield index, chunk
 
-    async def _events(self, group: Group, answers: Answers) -> AsyncIterator[dict[str, Any] | str]:
+    async def _events(self, count: int, pieces: Pieces, answers: Answers) -> AsyncIterator[dict[str, Any] | str]:
         """A stream's events. An error in the middle is its last event."""
         ends: dict[int, Chunk] = {}
-        for opening in answers.openings(len(group.streams)):
+        for opening in answers.openings(count):
             yield opening
         try:
-            async for index, chunk in self._follow(group):
+            async for index, chunk in pieces:
                 if chunk.finish_reason is not None:
                     ends[index] = chunk
                 if chunk.text or chunk.logprobs or chunk.finish_reason is not None:
@@ -198,7 +219,7 @@ class Routes(Endpoints):
         except Exception as error:
             yield self.failure(error).body()
             return
-        last = answers.last([ends[index] for index in range(len(group.streams))])
+        last = answers.last([ends[index] for index in range(count)])
         if last is not None:
             yield last
         yield "[DONE]"

@@ -8,8 +8,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field
 
 from engine.core.errors import InvalidRequest
+from engine.core.grammar import Grammar
 from engine.core.sampling import SamplingParams
 from engine.plugins.frontends._openai_fields import UNSUPPORTED, Body, Strict
+from engine.plugins.frontends._openai_formats import ResponseFormat, StructuredOutputs, grammar_of
 
 TOKEN_ID = re.compile(r"-?\d{1,20}")
 
@@ -55,6 +57,8 @@ class Sampling(Body):
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     skip_special_tokens: bool | None = Field(None, description="marks are left out of the text (default true)")
+    response_format: ResponseFormat | None = Field(None, description="what the answer must be")
+    structured_outputs: StructuredOutputs | None = Field(None, description="the same, by vLLM's names")
     prompt_logprobs: int | None = Field(None, description="log-probabilities of the prompt's tokens, so many rivals")
     priority: int | None = Field(None, description="smaller is more urgent, for schedulers that look at it")
     deadline_ms: int | None = Field(None, description="milliseconds after which it ends, with an error", ge=1)
@@ -78,8 +82,13 @@ class Sampling(Body):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             logprobs=self.rivals(),
             prompt_logprobs=self.prompt_rivals(),
+            grammar=self.grammar(),
             **{name: value for name in same if (value := getattr(self, name)) is not None},
         )
+
+    def grammar(self) -> Grammar | None:
+        """What the answer must be. Raises ``InvalidRequest`` where it is said twice."""
+        return grammar_of(self.response_format, self.structured_outputs)
 
     def biases(self) -> dict[int, float]:
         """``logit_bias`` by token id. Raises ``InvalidRequest`` for a key that is no integer."""

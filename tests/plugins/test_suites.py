@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from importlib.util import find_spec
 
 import pytest
 
@@ -14,6 +15,7 @@ from engine.testing import (
     DoNothing,
     ExecutorSuite,
     FrontendSuite,
+    GrammarSuite,
     KVCacheSuite,
     PolicySuite,
     SchedulerSuite,
@@ -156,6 +158,11 @@ class TestAutoAttention(AttentionSuite):
 
 class TestOpenAI(FrontendSuite):
     plugin = "openai"
+
+
+@pytest.mark.skipif(not find_spec("llguidance"), reason="needs pip install 'sixhooks[grammar]'")
+class TestLLGuidance(GrammarSuite):
+    plugin = "llguidance"
 
 
 LIBRARIES = ("nixl", "mooncake", "mooncake-store", "redis")

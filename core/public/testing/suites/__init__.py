@@ -7,6 +7,7 @@ from engine.testing.suites.base import Law, Suite
 from engine.testing.suites.connector import ConnectorSuite
 from engine.testing.suites.executor import ExecutorSuite
 from engine.testing.suites.frontend import FrontendSuite
+from engine.testing.suites.grammar import GrammarSuite
 from engine.testing.suites.kvcache import KVCacheSuite
 from engine.testing.suites.policy import PolicySuite
 from engine.testing.suites.scheduler import SchedulerSuite
@@ -21,6 +22,7 @@ SUITES: dict[str, type[Suite]] = {
         ConnectorSuite,
         AttentionSuite,
         FrontendSuite,
+        GrammarSuite,
     )
 }
 """Role -> its suite."""
@@ -31,6 +33,7 @@ __all__ = [
     "ConnectorSuite",
     "ExecutorSuite",
     "FrontendSuite",
+    "GrammarSuite",
     "KVCacheSuite",
     "Law",
     "PolicySuite",
