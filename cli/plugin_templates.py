@@ -7,6 +7,7 @@ from engine.cli.plugin_template_connector import CONNECTOR
 from engine.cli.plugin_template_frontend import FRONTEND
 from engine.cli.plugin_template_grammar import GRAMMAR
 from engine.cli.plugin_template_kvcache import KVCACHE
+from engine.cli.plugin_template_tools import TOOLS
 
 PYPROJECT = """
 [build-system]
@@ -66,6 +67,7 @@ SUITE = {
     "attention": "AttentionSuite",
     "frontend": "FrontendSuite",
     "grammar": "GrammarSuite",
+    "tool_parser": "ToolParserSuite",
 }
 
 POLICY = '''
@@ -195,5 +197,6 @@ CODE = {
     "attention": ATTENTION,
     "frontend": FRONTEND,
     "grammar": GRAMMAR,
+    "tool_parser": TOOLS,
 }
 """Role -> the package's code."""

@@ -57,10 +57,12 @@ from engine.core.protocols import (
     Policy,
     Publication,
     Scheduler,
+    ToolParser,
 )
 from engine.core.request import Finish, Request, State
 from engine.core.sampling import SAMPLING, SamplingParams, TokenLogprobs
 from engine.core.step import Step
+from engine.core.tools import CallPiece, Heard, Tool, ToolCall
 from engine.core.version import API_VERSION
 from engine.core.view import StepView
 
@@ -75,6 +77,7 @@ __all__ = [
     "CacheLog",
     "CacheSnapshot",
     "CacheWatcher",
+    "CallPiece",
     "Candidate",
     "CompiledGrammar",
     "ConfigError",
@@ -93,6 +96,7 @@ __all__ = [
     "Grammar",
     "GrammarCompiler",
     "GrammarError",
+    "Heard",
     "InvalidRequest",
     "InvariantViolation",
     "KVCache",
@@ -123,6 +127,9 @@ __all__ = [
     "StepView",
     "TokenLogprobs",
     "TooOld",
+    "Tool",
+    "ToolCall",
+    "ToolParser",
     "Vocabulary",
     "Transfer",
     "TransferEvent",

@@ -88,6 +88,7 @@ class EngineConfig(BaseModel):
     attention: Selected = Field(Selection(name="auto"), description="attention backend of the executor")
     grammar: Selected = Field(Selection(name="llguidance"), description="what compiles grammars (structured output)")
     frontend: Selected = Field(Selection(name="openai"), description="what serves people")
+    tool_parser: Selected = Field(Selection(name="hermes"), description="how the model writes tool calls")
     policies: SelectedMany = Field((), description="small plugins that answer one hook; the first is asked first")
     connectors: SelectedMany = Field((), description="what moves KV to other engines and tiers")
     role: Literal["both", "prefill", "decode"] = Field(
@@ -187,7 +188,7 @@ class LoadedConfig:
     origins: Mapping[str, str] = field(default_factory=dict)
 
 
-ROLE_KEYS = ("scheduler", "kvcache", "executor", "attention", "grammar", "frontend")
+ROLE_KEYS = ("scheduler", "kvcache", "executor", "attention", "grammar", "frontend", "tool_parser")
 SINGULAR = {"policies": "policy", "connectors": "connector"}
 MANY_KEYS = tuple(SINGULAR)
 

@@ -39,14 +39,11 @@ HARMLESS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "functions": (_empty, "[]"),
     "logprobs": (_one_of(False), "false"),
     "modalities": (lambda value: value == ["text"], '["text"]'),
-    "parallel_tool_calls": (_one_of(True, False), "true or false"),
     "prediction": (_empty, "nothing"),
     "safety_identifier": (_text, "a string"),
     "service_tier": (_one_of("auto", "default"), '"auto" or "default"'),
     "store": (_one_of(False), "false"),
     "suffix": (_empty, '""'),
-    "tool_choice": (_one_of("none", "auto"), '"none"'),
-    "tools": (_empty, "[]"),
     "top_logprobs": (_number(0), "0"),
 }
 

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from engine.core.errors import EngineError
 from engine.core.outputs import Chunk, Completion
+from engine.core.protocols import ToolParser
 from engine.core.serve.client import AsyncEngine
 from engine.core.serve.streams import Gather, Group
 from engine.plugins.frontends._about import about, health_of
@@ -43,7 +44,14 @@ class Routes(Endpoints):
     """The OpenAI interface of one engine."""
 
     def __init__(
-        self, engine: AsyncEngine, *, name: str, api_key: str | None, max_body_bytes: int, slow_reader_s: float
+        self,
+        engine: AsyncEngine,
+        parser: ToolParser,
+        *,
+        name: str,
+        api_key: str | None,
+        max_body_bytes: int,
+        slow_reader_s: float,
     ) -> None:
         super().__init__(api_key=api_key, max_body_bytes=max_body_bytes)
         self.engine = engine
@@ -52,7 +60,7 @@ class Routes(Endpoints):
         self._names = {name, engine.config.model, engine.model.name}
         self._patience = slow_reader_s
         self._created = int(time.time())
-        self._preparer = Preparer(engine, name, self._check_model)
+        self._preparer = Preparer(engine, name, self._check_model, parser)
         self._incarnation = secrets.token_hex(8)
 
     def app(self) -> FastAPI:
@@ -101,7 +109,7 @@ class Routes(Endpoints):
         def work(body: bytes) -> dict[str, Any]:
             wish = TokenizeRequest.parse(body)
             self._check_model(wish.model or self.name)
-            return tokenize(self.engine, wish)
+            return tokenize(self.engine, wish, self._preparer.parser)
 
         return json_response(await self.read(request, work))
 
@@ -215,7 +223,9 @@ class Routes(Endpoints):
                 if chunk.finish_reason is not None:
                     ends[index] = chunk
                 if chunk.text or chunk.logprobs or chunk.finish_reason is not None:
-                    yield answers.piece(index, chunk)
+                    event = answers.piece(index, chunk)
+                    if event is not None:
+                        yield event
         except Exception as error:
             yield self.failure(error).body()
             return

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fastapi import FastAPI
 from pydantic import Field
 
 from engine.core.errors import ConfigError
-from engine.core.protocols import Frontend, PluginOptions
+from engine.core.protocols import Frontend, PluginOptions, ToolParser
+from engine.core.registry import Registry, build
 from engine.core.serve.client import AsyncEngine
 from engine.plugins.frontends._openai_routes import Routes
 from engine.plugins.frontends._server import Server, bind, serving, url_of
@@ -37,6 +38,10 @@ class OpenAIFrontend(Frontend):
     name: ClassVar[str] = "openai"
     Options: ClassVar[type[PluginOptions]] = OpenAIOptions
 
+    def __init__(self, options: Any = None) -> None:
+        super().__init__(options)
+        self._parsers: list[ToolParser] = []
+
     def serve(self, engine: AsyncEngine, *, host: str, port: int, api_key: str | None = None) -> int:
         """Serve until SIGINT or SIGTERM (exit code 0), or until the engine has died (exit code 1).
 
@@ -54,14 +59,25 @@ class OpenAIFrontend(Frontend):
         if api_key is not None and not api_key.strip():
             raise ConfigError("the API key is empty, which would protect nothing: use None for an open server")
         options: OpenAIOptions = self.options
+        selection = engine.config.tool_parser
+        parser = build(Registry().select("tool_parser", selection.name), selection)
+        assert isinstance(parser, ToolParser)
+        self._parsers.append(parser)
         routes = Routes(
             engine,
+            parser,
             name=options.served_model_name or engine.model.name,
             api_key=api_key,
             max_body_bytes=options.max_body_bytes,
             slow_reader_s=options.slow_reader_s,
         )
         return routes.app()
+
+    def close(self) -> None:
+        """Close the parsers of tool calls that it has made."""
+        parsers, self._parsers = self._parsers, []
+        for parser in parsers:
+            parser.close()
 
     async def _serve(self, engine: AsyncEngine, sock: socket.socket, app: FastAPI) -> int:
         options: OpenAIOptions = self.options

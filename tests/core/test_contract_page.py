@@ -347,7 +347,7 @@ def mounted():
 
 
 def pages_of_examples():
-    for name in ("Scheduler", "Connector", "Attention", "Frontend", "GrammarCompiler"):
+    for name in ("Scheduler", "Connector", "Attention", "Frontend", "GrammarCompiler", "ToolParser"):
         exec(compile(example(name), name, "exec"), {"__name__": "example"})
 
 

@@ -30,6 +30,7 @@ from engine.testing.suites import (
     PolicySuite,
     SchedulerSuite,
     Suite,
+    ToolParserSuite,
 )
 from engine.testing.workload import Situation, Workload
 
@@ -57,6 +58,7 @@ __all__ = [
     "ShadowExecutor",
     "Situation",
     "Suite",
+    "ToolParserSuite",
     "Violation",
     "Witness",
     "Workload",

@@ -11,6 +11,7 @@ from engine.testing.suites.grammar import GrammarSuite
 from engine.testing.suites.kvcache import KVCacheSuite
 from engine.testing.suites.policy import PolicySuite
 from engine.testing.suites.scheduler import SchedulerSuite
+from engine.testing.suites.tool_parser import ToolParserSuite
 
 SUITES: dict[str, type[Suite]] = {
     suite.role: suite
@@ -23,6 +24,7 @@ SUITES: dict[str, type[Suite]] = {
         AttentionSuite,
         FrontendSuite,
         GrammarSuite,
+        ToolParserSuite,
     )
 }
 """Role -> its suite."""
@@ -39,4 +41,5 @@ __all__ = [
     "PolicySuite",
     "SchedulerSuite",
     "Suite",
+    "ToolParserSuite",
 ]
