@@ -13,6 +13,7 @@ from engine.core.serve.text import encode
 from engine.core.tools import rendered
 from engine.plugins.frontends._openai_answers import Wish
 from engine.plugins.frontends._openai_logprobs import Echo
+from engine.plugins.frontends._openai_responses import ResponsesRequest, renamed
 from engine.plugins.frontends._openai_schema import ChatRequest, CompletionRequest, Sampling
 from engine.plugins.frontends._openai_tools import check_beside
 
@@ -46,7 +47,17 @@ class Preparer:
 
     def prepare(self, body: bytes, schema: type[Sampling], request_id: str) -> Job:
         """Parse, tokenise and check a body. Raises ``InvalidRequest`` naming the field."""
-        wish = schema.parse(body)
+        return self._ready(schema.parse(body), request_id)
+
+    def prepare_response(self, body: bytes, request_id: str) -> tuple[ResponsesRequest, Job]:
+        """The same of a body of ``/v1/responses``. Raises ``InvalidRequest`` at the field that it has there."""
+        asked = ResponsesRequest.parse(body)
+        try:
+            return asked, self._ready(asked.chat(), request_id)
+        except InvalidRequest as error:
+            raise renamed(error) from error
+
+    def _ready(self, wish: Sampling, request_id: str) -> Job:
         if wish.model is not None:
             self._check_model(wish.model)
         prompts = self.prompts(wish)

@@ -24,6 +24,7 @@ from engine.plugins.frontends._metrics import Metrics
 from engine.plugins.frontends._openai_answers import Answers, ChatAnswers
 from engine.plugins.frontends._openai_docs import describe_bodies
 from engine.plugins.frontends._openai_jobs import Job, Preparer
+from engine.plugins.frontends._openai_response_events import ResponseEvents
 from engine.plugins.frontends._openai_schema import ChatRequest, CompletionRequest, Sampling
 from engine.plugins.frontends._openai_tokens import (
     DetokenizeRequest,
@@ -69,6 +70,7 @@ class Routes(Endpoints):
         routes = (
             ("/v1/chat/completions", "POST", self.chat, True),
             ("/v1/completions", "POST", self.completions, True),
+            ("/v1/responses", "POST", self.responses, True),
             ("/v1/chat/completions/render", "POST", self.render_chat, True),
             ("/v1/completions/render", "POST", self.render_completions, True),
             ("/tokenize", "POST", self.tokenize, True),
@@ -94,6 +96,24 @@ class Routes(Endpoints):
     async def completions(self, request: Request) -> Response:
         """Continue text or token ids."""
         return await self._generate(request, CompletionRequest, Answers)
+
+    async def responses(self, request: Request) -> Response:
+        """Answer a conversation, as items. Nothing is stored."""
+        asked, job = await self.read(request, lambda body: self._preparer.prepare_response(body, id_of(request)))
+        events = ResponseEvents(self.name, asked, job.wish, self.engine.tokenizer)
+        headers = {"x-request-id": id_of(request)}
+        group = self.engine.submit_many(job.asks, checked=True)
+        pieces = self._follow(group)
+        if job.stream:
+            if job.settles_late:
+                pieces = await self._begun(request, group, pieces)
+            told = events.told((chunk async for _, chunk in pieces), self.failure)
+            return EventStream(told, group.abort, headers=headers, patience=self._patience)
+        try:
+            [completion] = await until_gone(request.receive, self._collect(1, pieces))
+        finally:
+            group.abort()
+        return json_response(events.whole(completion), headers=headers)
 
     async def render_chat(self, request: Request) -> Response:
         """The exact prompt, text and ids, that a conversation becomes. Nothing is computed."""
