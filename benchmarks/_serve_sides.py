@@ -5,7 +5,6 @@ Reads lines ``{"workload": …, "seed": …, "scale": …}`` and answers each wi
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import sys
@@ -13,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import _serve_http
 from _serve_work import Asked, Record, workload
 
 
@@ -30,7 +30,7 @@ class Ours:
         from engine.core.assemble import assemble
         from engine.core.config import load_config
 
-        flags = dict(option.split("=", 1) for option in options)
+        flags = pairs(options)
         if "executor" not in flags:  # another than the default has options of its own
             flags.setdefault("executor.threads", str(threads))
         self.core = assemble(load_config(flags=flags).config)
@@ -122,21 +122,16 @@ class Continuous(Transformers):
 
 
 class VLLM:
-    """vLLM, offline, float32, eager."""
+    """vLLM, offline, float32, eager. Option: ``model``, a directory."""
 
     def __init__(self, options: Sequence[str], threads: int) -> None:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-        import tempfile
-
         from vllm import LLM, SamplingParams
 
-        self.folder = tempfile.TemporaryDirectory()
-        plain_model().save_pretrained(self.folder.name)
         self.params = SamplingParams
-        self.llm = LLM(
-            self.folder.name, dtype="float32", enforce_eager=True, skip_tokenizer_init=True, max_model_len=4096
-        )
+        model = pairs(options)["model"]
+        self.llm = LLM(model, dtype="float32", enforce_eager=True, skip_tokenizer_init=True, max_model_len=4096)
 
     def serve(self, asked: Sequence[Asked]) -> dict[str, Any]:
         """All requests at once; when tokens came is not known."""
@@ -148,42 +143,20 @@ class VLLM:
         return {**Record(asked).result(started, ended), "said": [list(one.outputs[0].token_ids) for one in out]}
 
 
-class LlamaCpp:
-    """llama.cpp through llama-cpp-python: one stream at a time, so W3 alone. Option: ``model=FILE.gguf``."""
-
-    def __init__(self, options: Sequence[str], threads: int) -> None:
-        from llama_cpp import Llama
-
-        from engine.core.models.source import resolve
-
-        file = dict(option.split("=", 1) for option in options).get("model", str(resolve("default").path))
-        self.llm = Llama(file, n_ctx=4096, n_threads=threads, n_threads_batch=threads, verbose=False)
-
-    def serve(self, asked: Sequence[Asked]) -> dict[str, Any]:
-        """The one request."""
-        if len(asked) > 1:
-            raise ValueError("serves one stream at a time")
-        record = Record(asked)
-        self.llm.reset()
-        started = time.perf_counter()
-        record.came[0] = started
-        said, times = record.said.setdefault(0, []), record.tokens.setdefault(0, [])
-        for token in self.llm.generate(asked[0].prompt, temp=0.0, top_k=1):
-            said.append(int(token))
-            times.append(time.perf_counter())
-            if len(said) == asked[0].output:
-                break
-        return {**record.result(started, time.perf_counter()), "said": [said]}
-
-
-SIDES: dict[str, tuple[Callable[[Sequence[str], int], Serves], str | None]] = {
-    "ours": (Ours, None),
-    "generate": (Generate, "transformers"),
-    "continuous": (Continuous, "transformers"),
-    "vllm": (VLLM, "vllm"),
-    "llama.cpp": (LlamaCpp, "llama_cpp"),
+SIDES: dict[str, Callable[[Sequence[str], int], Serves]] = {
+    "ours": Ours,
+    "ours-server": lambda options, threads: _serve_http.ours(pairs(options), threads),
+    "generate": Generate,
+    "continuous": Continuous,
+    "vllm": VLLM,
+    "vllm-server": lambda options, threads: _serve_http.vllm(pairs(options), threads),
+    "llama-server": lambda options, threads: _serve_http.llama(pairs(options), threads),
 }
-"""Name -> class, and the module that must be installed for it."""
+
+
+def pairs(options: Sequence[str]) -> dict[str, str]:
+    """``key=value`` each."""
+    return dict(option.split("=", 1) for option in options)
 
 
 def at_once(asked: Sequence[Asked]) -> None:
@@ -209,17 +182,25 @@ def plain_model() -> Any:
     return model.eval()
 
 
-def installed(name: str) -> bool:
-    """Whether what a side needs can be imported."""
-    module = SIDES[name][1]
-    return module is None or importlib.util.find_spec(module) is not None
+def export(folder: str) -> None:
+    """Write the default model, in float32, as a directory of Hugging Face's layout, for peers that read one."""
+    from transformers import PreTrainedTokenizerFast
+
+    from engine.core.models.gguf_file import GGUFFile
+    from engine.core.models.gguf_tokenizer import build_tokenizer
+    from engine.core.models.source import resolve
+
+    plain_model().save_pretrained(folder)
+    with GGUFFile(resolve("default").path) as file:
+        PreTrainedTokenizerFast(tokenizer_object=build_tokenizer(file.metadata)).save_pretrained(folder)
 
 
 def main() -> None:
     """Serve what is asked on standard input, until it ends."""
     name, threads, *options = sys.argv[1:]
-    answers, sys.stdout = sys.stdout, sys.stderr  # libraries print, and lines of figures are not to be mixed with it
-    side = SIDES[name][0](options, int(threads))
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries and their processes print, and lines of figures are not to be mixed with it
+    side = SIDES[name](options, int(threads))
     print(json.dumps({"ready": name, "about": getattr(side, "about", {})}), file=answers, flush=True)
     for line in sys.stdin:
         wish = json.loads(line)
@@ -228,6 +209,8 @@ def main() -> None:
         except ValueError as error:
             figures = {"cannot": str(error)}
         print(json.dumps(figures), file=answers, flush=True)
+    if isinstance(side, _serve_http.Server):
+        side.close()
 
 
 if __name__ == "__main__":

@@ -1,16 +1,21 @@
 """Output tokens a second and waiting times of whole engines on one model, on this machine's CPU.
 
-    python benchmarks/serve.py [--rounds 3] [--workloads W1,W2,W3,W4] [--ours NAME:key=value,… …] [--peer vllm …]
-                               [--threads N] [--json FILE] [--quick]
+    python benchmarks/serve.py [--rounds 3] [--workloads W1,W2,W3,W4] [--quick] [--threads N] [--json FILE]
+        [--side ours-server --side ours:weights=int8 …]
+        [--side vllm:python=V/bin/python --side vllm-server:python=V/bin/python]
+        [--side llama-server:binary=B/llama-server,model=F32.gguf]
 
-Each engine is loaded in a process of its own; they take turns, one working at a time, in another order each round, so
-that a drift of the machine hits all. Printed are medians over rounds. Greedy, no end of sequence, prompts of random
-tokens that are others in each round: every run is cold. Peers: transformers' ``generate`` and its continuous batching;
-with ``--peer vllm`` and ``--peer llama.cpp`` also those, where they are installed.
+A side is a name and options: ``ours`` and ``ours-server`` (in process, and over HTTP; flags of ``engine serve``),
+``generate`` and ``continuous`` (transformers), ``vllm`` and ``vllm-server`` (from an environment of their own),
+``llama-server``. ``label=`` names a side in the tables.
+
+Each engine is in a process of its own; they take turns, one working at a time while all others are stopped, in another
+order each round, so that a drift of the machine hits all. Printed are medians over rounds. Greedy, no end of sequence,
+prompts of random tokens that are others in each round: every run is cold.
 
 The roofline is what this machine could do at most: matrix products at the rate of the kernels' best case, and weights
-read once a step at the rate at which memory is read. Whoever says other tokens than ours is named, with the share of
-requests whose tokens are the same throughout.
+read once a step at the rate at which memory is read. Whoever says other tokens than the first side of its kind (in
+process: tokens; servers: text) is named, with the share of requests that are the same throughout.
 """
 
 from __future__ import annotations
@@ -20,48 +25,68 @@ import contextlib
 import ctypes
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _serve_sides import SIDES, installed
+from _serve_sides import SIDES, pairs
 from _serve_work import WORKLOADS, workload
 
 SIDE = Path(__file__).with_name("_serve_sides.py")
 MATRIX, EMBEDDED = 106_203_456, 28_311_552  # numbers in the default model's layers, and in its output embedding
-COLUMNS = "{:<5}{:<24}{:>9}{:>9}{:>10}{:>10}{:>10}{:>10}   {}"
+COLUMNS = "{:<5}{:<44}{:>9}{:>9}{:>10}{:>10}{:>10}{:>10}   {}"
 HEAD = COLUMNS.format("", "engine", "tokens/s", "of best", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "same tokens")
 
 
 class Engine:
-    """A side's process."""
+    """A side's process, and those that it has started. Stopped but for when it is asked.
 
-    def __init__(self, label: str, side: str, options: Sequence[str], threads: int) -> None:
-        self.label = label
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    Args:
+        wanted: ``NAME:key=value,…``.
+        model: a directory with the model, for those that need one.
+    """
+
+    def __init__(self, wanted: str, threads: int, model: str) -> None:
+        side, _, options = wanted.partition(":")
+        given = pairs([part for part in options.split(",") if part])
+        self.label = given.pop("label", wanted if "/" not in wanted else side)
+        python = given.get("python", sys.executable) if side == "vllm" else sys.executable
+        if side.startswith("vllm"):
+            given.setdefault("model", model)
+        command = [python, str(SIDE), side, str(threads), *(f"{key}={value}" for key, value in given.items())]
         self._process = subprocess.Popen(
-            [sys.executable, str(SIDE), side, str(threads), *options],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
         )  # fmt: skip
         self.about = self._answer()["about"]
+        self._signal(signal.SIGSTOP)
 
     def serve(self, name: str, seed: int, scale: float) -> dict[str, Any]:
         """One run."""
         assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
         self._process.stdin.write(json.dumps({"workload": name, "seed": seed, "scale": scale}) + "\n")
         self._process.stdin.flush()
-        return self._answer()
+        answer = self._answer()
+        self._signal(signal.SIGSTOP)
+        return answer
 
     def close(self) -> None:
         """End the process."""
         assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
         self._process.stdin.close()
         self._process.wait(60)
+
+    def _signal(self, number: int) -> None:
+        os.killpg(self._process.pid, number)
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -113,24 +138,19 @@ def bound(name: str, scale: float, machine: dict[str, float]) -> float:
 
 @contextlib.contextmanager
 def engines(args: argparse.Namespace) -> Iterator[list[Engine]]:
-    """All that are to be compared and are here."""
-    wanted: list[tuple[str, str, list[str]]] = []
-    for text in args.ours:
-        label, _, options = text.partition(":")
-        wanted.append((f"ours {label}".strip(), "ours", [part for part in options.split(",") if part]))
-    wanted += [(name, name, []) for name in args.sides]
-    wanted += [(name, name, args.peer_option) for name in args.peer]
+    """All that are to be compared."""
     made: list[Engine] = []
-    try:
-        for label, side, options in wanted:
-            if installed(side):
-                made.append(Engine(label, side, options, args.threads))
-            else:
-                print(f"{label}: not installed")
-        yield made
-    finally:
-        for engine in made:
-            engine.close()
+    with tempfile.TemporaryDirectory() as folder:
+        if any(side.startswith("vllm") for side in args.side):
+            subprocess.run([sys.executable, "-c", f"import _serve_sides; _serve_sides.export({folder!r})"],
+                           cwd=SIDE.parent, check=True)  # fmt: skip
+        try:
+            for side in args.side:
+                made.append(Engine(side, args.threads, folder))
+            yield made
+        finally:
+            for engine in made:
+                engine.close()
 
 
 def measure(args: argparse.Namespace, sides: Sequence[Engine]) -> dict[str, dict[str, list[dict[str, Any]]]]:
@@ -161,12 +181,12 @@ def table(found: dict[str, dict[str, list[dict[str, Any]]]], bounds: dict[str, f
         runs = {label: rounds for label, rounds in sides.items() if "cannot" not in rounds[0]}
         medians = {label: middle(rounds) for label, rounds in runs.items()}
         best = max((values["tokens_per_second"] or 0 for values in medians.values()), default=0)
-        first = next(iter(runs.values()), None)
+        firsts: dict[type, list[dict[str, Any]]] = {}  # what is said in tokens is compared with tokens, text with text
         for label, values in medians.items():
             rate = values["tokens_per_second"] or 0
             waits = [values[key] for key in ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms")]
             shown = ["-" if wait is None else f"{wait:.0f} ms" for wait in waits]
-            same = alike(first, runs[label]) if first else ""
+            same = alike(firsts.setdefault(type(runs[label][0]["said"][0]), runs[label]), runs[label])
             yield COLUMNS.format(name, label, f"{rate:.1f}", f"{rate / best:.0%}", *shown, same)
         for label, rounds in sides.items():
             if "cannot" in rounds[0]:
@@ -192,19 +212,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workloads", type=lambda text: text.split(","), default=[*WORKLOADS])
-    parser.add_argument("--ours", action="append", metavar="NAME:key=value,…", help="a configuration of this engine")
-    parser.add_argument("--sides", type=lambda text: [name for name in text.split(",") if name],
-                        default=["generate", "continuous"], help="built-in peers")  # fmt: skip
-    parser.add_argument("--peer", action="append", default=[], choices=["vllm", "llama.cpp"])
-    parser.add_argument("--peer-option", action="append", default=[], help="key=value, e.g. model=F32.gguf")
+    parser.add_argument("--side", action="append", metavar="NAME:key=value,…", help="an engine, and its options")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", type=Path, help="write all figures there")
     parser.add_argument("--quick", action="store_true", help="a try: all lengths a tenth")
     args = parser.parse_args()
-    args.ours = args.ours or ["", "int8:executor.weights=int8", "reference:attention=torch,executor.compiled=false"]
-    unknown = [name for name in args.sides if name not in SIDES] + [n for n in args.workloads if n not in WORKLOADS]
+    args.side = args.side or ["ours", "ours:executor.weights=int8", "ours:attention=torch,executor.compiled=false",
+                              "generate", "continuous"]  # fmt: skip
+    unknown = [name for name in (side.partition(":")[0] for side in args.side) if name not in SIDES]
+    unknown += [name for name in args.workloads if name not in WORKLOADS]
     if unknown:
         parser.error(f"unknown: {', '.join(unknown)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # processes that are stopped would stay
     machine = roofline(args.threads)
     print(f"{args.threads} threads: products {machine['gflops']:.0f} GF/s, memory {machine['gbytes']:.1f} GB/s")
     with engines(args) as sides:

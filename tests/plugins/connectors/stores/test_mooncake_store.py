@@ -95,7 +95,6 @@ def test_a_master_that_is_stopped_holds_nobody_up_for_longer_than_patience(core,
     try:
         for _ in range(4):
             assert answer(engine) == (cold[0], 0)
-        assert engine.counters.late_loads == 0, "it was given up before"
     finally:
         os.kill(master.process.pid, signal.SIGCONT)
 

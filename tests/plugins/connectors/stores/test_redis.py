@@ -149,7 +149,6 @@ def test_a_server_that_is_stopped_holds_nobody_up_for_longer_than_patience(core,
         assert answer(engine) == (cold[0], 0)
     finally:
         os.kill(redis_server.process.pid, signal.SIGCONT)
-    assert engine.counters.late_loads == 0, "it was given up before"
     assert engine.stats()["connector_redis_outages"] == 1
 
 
