@@ -43,9 +43,9 @@ class ToolCall(NamedTuple):
 
 
 class CallPiece(NamedTuple):
-    """New of a call: its name with the first piece, then more of its arguments' JSON text."""
+    """New of the ``number``-th call: its name with the first piece, then more of its arguments' JSON text."""
 
-    index: int
+    number: int
     name: str | None
     arguments: str
 
@@ -81,7 +81,7 @@ def rendered(
     if not talks_of_tools:
         return tokenizer.render_chat(messages, **more)
     if tokenizer.takes_tools:
-        offered = {"tools": [tool.plain() for tool in tools]} if tools else {}
+        offered: dict[str, Any] = {"tools": [tool.plain() for tool in tools]} if tools else {}
         return tokenizer.render_chat(_for_template(messages), **offered, **more)
     if parser is None:
         raise InvalidRequest("tools", "this model's chat template knows no tools", code="unsupported")

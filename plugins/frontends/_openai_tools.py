@@ -150,7 +150,7 @@ class CallReader:
     def push(self, text: str, *, last: bool) -> Said:
         """More of the answer. Mutates. Where one call is all there may be, what comes after it is left out."""
         heard = [self._stream.push(text), *([self._stream.finish()] if last else [])]
-        content, calls = "", []
+        content, calls = "", list[tuple[str | None, CallPiece]]()
         for one in heard:
             content += "" if self._full else one.content
             calls += self._named(one)
@@ -163,13 +163,13 @@ class CallReader:
 
     def _named(self, heard: Heard) -> Iterable[tuple[str | None, CallPiece]]:
         for piece in heard.calls:
-            if self._most is not None and piece.index >= self._most:
+            if self._most is not None and piece.number >= self._most:
                 continue
             if piece.name is not None:
                 self.calls.append([f"call_{uuid.uuid4().hex[:24]}", piece.name, piece.arguments])
                 yield self.calls[-1][0], piece
             else:
-                self.calls[piece.index][2] += piece.arguments
+                self.calls[piece.number][2] += piece.arguments
                 yield None, piece
 
 
@@ -186,8 +186,8 @@ def call_deltas(said: Said) -> list[dict[str, Any]]:
     deltas: list[dict[str, Any]] = []
     for call_id, piece in said.calls:
         if call_id is None:
-            deltas.append({"index": piece.index, "function": {"arguments": piece.arguments}})
+            deltas.append({"index": piece.number, "function": {"arguments": piece.arguments}})
         else:
             function = {"name": piece.name, "arguments": piece.arguments}
-            deltas.append({"index": piece.index, "id": call_id, "type": "function", "function": function})
+            deltas.append({"index": piece.number, "id": call_id, "type": "function", "function": function})
     return deltas

@@ -96,7 +96,7 @@ class HermesStream:
     def _take(self) -> Heard:
         pieces: list[CallPiece] = []
         for piece in self._calls:
-            if pieces and pieces[-1].index == piece.index:
+            if pieces and pieces[-1].number == piece.number:
                 pieces[-1] = pieces[-1]._replace(arguments=pieces[-1].arguments + piece.arguments)
             else:
                 pieces.append(piece)

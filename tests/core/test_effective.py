@@ -60,6 +60,7 @@ def test_every_option_is_told_with_its_origin():
         "kvcache",
         "grammar",
         "frontend",
+        "tool_parser",
         "executor",
     ]
 

@@ -63,7 +63,7 @@ class ReadsEachPiece(Mutant):
 
 class CountsFromOne(Mutant):
     def change(self, heard, text):
-        return heard._replace(calls=tuple(piece._replace(index=piece.index + 1) for piece in heard.calls))
+        return heard._replace(calls=tuple(piece._replace(number=piece.number + 1) for piece in heard.calls))
 
 
 class NamesEachPiece(Mutant):

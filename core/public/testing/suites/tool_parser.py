@@ -107,7 +107,7 @@ class ToolParserSuite(Suite):
             for heard in (*map(stream.push, text), stream.finish()):
                 for piece in heard.calls:
                     new = piece.name is not None
-                    if piece.index != (begun if new else begun - 1):
+                    if piece.number != (begun if new else begun - 1):
                         raise Violation(f"of {text!r} there is {piece} after {begun} calls")
                     begun += new
 
@@ -181,8 +181,8 @@ def _add(calls: list[ToolCall], piece: CallPiece) -> None:
     if piece.name is not None:
         calls.append(ToolCall(piece.name, piece.arguments))
     else:
-        last = calls[piece.index]
-        calls[piece.index] = last._replace(arguments=last.arguments + piece.arguments)
+        last = calls[piece.number]
+        calls[piece.number] = last._replace(arguments=last.arguments + piece.arguments)
 
 
 def _cuts(text: str) -> Iterable[Sequence[str]]:
@@ -201,11 +201,10 @@ def _value(text: str) -> Any:
 def _fits(call: ToolCall) -> bool:
     value = _value(call.arguments)
     if call.name == "ping":
-        return value == {}
-    return (
-        call.name == "get_weather" and isinstance(value, dict) and isinstance(value.get("city"), str)
-        and len(value["city"]) <= 3 and set(value) <= {"city", "days"}
-    )  # fmt: skip
+        return bool(value == {})
+    if call.name != "get_weather" or not isinstance(value, dict) or not isinstance(value.get("city"), str):
+        return False
+    return len(value["city"]) <= 3 and set(value) <= {"city", "days"}
 
 
 def _walk(grammar: Any, rng: random.Random) -> str:
