@@ -104,7 +104,7 @@ def plugins(loaded: LoadedConfig) -> Iterator[Finding]:
     from engine.core.capabilities import problem, report
     from engine.core.effective import checked_options, selected
     from engine.core.handoff import check_role, with_role
-    from engine.core.protocols import Attention, Connector
+    from engine.core.protocols import Attention, Connector, GrammarCompiler
     from engine.core.registry import Registry, build
 
     registry = Registry()
@@ -120,7 +120,8 @@ def plugins(loaded: LoadedConfig) -> Iterator[Finding]:
                 dtype = str(loaded.config.executor.options.get("dtype", "float32"))
                 words.append(made[-1].prepare(device="cpu", dtype=dtype))
             made[-1].close()
-            yield Finding("ok", one.role, "; ".join(words))
+            missing = made[-1].missing() if isinstance(made[-1], GrammarCompiler) else None
+            yield Finding("absent" if missing else "ok", one.role, "; ".join([*words, *filter(None, [missing])]))
         except EngineError as error:
             yield Finding("missing", one.role, str(error))
     try:

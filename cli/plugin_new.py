@@ -14,8 +14,8 @@ from engine.core.errors import ConfigError, PluginError, suggest
 
 BUILDS_WHEELS = "70.1"  # setuptools: the first that needs no other package
 ROLE_NAMES = (
-    *("policy", "scheduler", "kvcache", "executor", "connector", "attention", "frontend", "grammar", "tool_parser"),
-)
+    "policy", "scheduler", "kvcache", "executor", "connector", "attention", "frontend", "grammar", "tool_parser",
+)  # fmt: skip
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 

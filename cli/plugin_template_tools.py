@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 TOOLS = '''
-"""@NAME@: a parser of tool calls. An answer that is one JSON object with a name is a call; all else is content."""
+"""@NAME@: a parser of tool calls. An answer of JSON objects is calls; all else is content."""
 
 import json
 
@@ -13,7 +13,7 @@ from engine.core import CallPiece, Grammar, Heard, PluginOptions, ToolParser
 
 
 class @CLASS@(ToolParser):
-    """The whole answer is {"name": …, "parameters": …}, as Llama 3.1 writes a call."""
+    """Calls are {"name": …, "parameters": …}, as Llama 3.1 writes them."""
 
     name = "@NAME@"
     requires_api = ">=1.0,<2"
@@ -26,7 +26,7 @@ class @CLASS@(ToolParser):
         return Reader()
 
     def grammar(self, tools, *, parallel, field):
-        """One of the tools; there is only one call in an answer."""
+        """A call of one of the tools."""
         calls = [
             {
                 "type": "object",
@@ -43,7 +43,7 @@ class @CLASS@(ToolParser):
         return "\\n".join([self.options.preface, *(json.dumps(tool.plain()["function"]) for tool in tools)])
 
     def written(self, calls):
-        """A call as the model writes it."""
+        """Calls as the model writes them."""
         return "\\n".join(f'{{"name": {json.dumps(call.name)}, "parameters": {call.arguments}}}' for call in calls)
 
     def answered(self, content):
@@ -68,13 +68,22 @@ class Reader:
     def finish(self):
         """The answer is over."""
         try:
-            call = json.loads(self.text)
-            name, arguments = call["name"], json.dumps(call["parameters"])
+            calls = self._objects()
+            pieces = [CallPiece(n, call["name"], json.dumps(call["parameters"])) for n, call in enumerate(calls)]
         except (ValueError, TypeError, KeyError, RecursionError):
             return self._heard()
-        if not isinstance(name, str):
+        if not all(isinstance(piece.name, str) for piece in pieces):
             return self._heard()
-        return Heard(calls=(CallPiece(0, name, arguments),))
+        return Heard(calls=tuple(pieces))
+
+    def _objects(self):
+        """JSON objects, one after the other."""
+        text, found = self.text.strip(), []
+        while text:
+            value, end = json.JSONDecoder().raw_decode(text)
+            found.append(value)
+            text = text[end:].lstrip()
+        return found
 
     def _heard(self):
         text, self.text = self.text, ""

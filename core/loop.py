@@ -233,7 +233,7 @@ class EngineCore:
     def refuse(self, request: Request, error: InvalidRequest) -> None:
         """End a request of which it turned out late that it is invalid; see ``take_refused``."""
         self._refused.append((request.id, error))
-        self._end_now(request, Finish.ERROR, str(error))
+        self.abort(request.id, Finish.ERROR, str(error))
 
     def take_refused(self) -> list[tuple[str, InvalidRequest]]:
         """Requests that were refused after they had been queued since the last call, and why."""

@@ -194,7 +194,9 @@ class ChatAnswers(Answers):
         toolset, parser = self._wish.toolset, self._wish.parser
         if toolset is None or parser is None:
             return None
-        return self._readers.setdefault(index, CallReader(parser, toolset))
+        if index not in self._readers:
+            self._readers[index] = CallReader(parser, toolset)
+        return self._readers[index]
 
     def _called(self, reader: CallReader, part: Chunk | Completion) -> dict[str, Any]:
         """An answer that ended by itself with calls ended because of them; not so where one was named, as OpenAI."""

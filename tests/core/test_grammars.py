@@ -20,6 +20,8 @@ from engine.core import Grammar, GrammarCompiler, GrammarError, InvalidRequest, 
 from engine.core.grammar import Guide, unpacked
 from engine.core.grammar_desk import MOST_LOST
 from engine.core.registry import make
+from engine.core.replay import own
+from engine.core.replay.own import RecordingCore
 from engine.testing import make_core
 from engine.testing.suites.grammar import END, LIST, PERSON, SAMPLES, vocabulary
 
@@ -391,6 +393,16 @@ def test_after_the_end_there_are_only_ends(plain):
 
 
 # ---- from outside
+
+
+def test_a_recording_of_it_is_replayed_without_the_compiler():
+    core = core_of(library(), core=RecordingCore)
+    free(core, 0)
+    core.add([1], SamplingParams(max_tokens=60, grammar=Grammar.json(LIST)))
+    core.add([2], SamplingParams(max_tokens=60, grammar=Grammar.json({"type": "str"})))
+    run(core)
+    data = json.loads(json.dumps(core.recording("grammars")))
+    assert own.replay(data).equal
 
 
 @pytest.mark.model

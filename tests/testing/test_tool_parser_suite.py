@@ -137,6 +137,6 @@ def test_every_mutant_is_tried():
 
 
 def test_the_template_breaks_none():
-    report = check(suite_of(namespace["Plain"], several=False))
+    report = check(suite_of(namespace["Plain"]))
     assert report.finding is None
     assert report.rules > 8
