@@ -1,6 +1,7 @@
 """Output tokens a second and waiting times of whole engines on one model, on this machine's CPU.
 
     python benchmarks/serve.py [--rounds 3] [--workloads W1,W2,W3,W4] [--quick] [--threads N] [--json FILE]
+        [--page docs/performance.md]
         [--side ours-server --side ours:weights=int8 …]
         [--side vllm:python=V/bin/python --side vllm-server:python=V/bin/python]
         [--side llama-server:binary=B/llama-server,model=F32.gguf]
@@ -195,6 +196,35 @@ def table(found: dict[str, dict[str, list[dict[str, Any]]]], bounds: dict[str, f
             yield COLUMNS.format(name, "(roofline, fp32)", f"{bounds[name]:.1f}", "", "", "", "", "", WORKLOADS[name])
 
 
+def page(found: dict[str, dict[str, list[dict[str, Any]]]], bounds: dict[str, float], machine: str) -> str:
+    """The figures as a page of the docs."""
+    lines = [
+        "# Performance on a CPU", "",
+        f"Output tokens a second, waiting times in ms, medians: {machine}. The default model, greedy, prompts cold.",
+        "Engines took turns in one run, so rows of one workload can be compared with each other, not with other runs.",
+        "TTFT: until the first token; ITL: between tokens, of streams that run while others arrive, for servers",
+        "between their events. This page is written by `benchmarks/serve.py --page`.", "",
+    ]  # fmt: skip
+    for name, sides in found.items():
+        lines += [f"## {name}: {WORKLOADS[name]}", ""]
+        lines += [
+            "| engine | tokens/s | TTFT p50 | TTFT p99 | ITL p50 | ITL p99 | runs |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for label, rounds in sides.items():
+            if "cannot" in rounds[0]:
+                lines.append(f"| {label} | {rounds[0]['cannot']} | | | | | |")
+                continue
+            values = middle(rounds)
+            waits = [values[key] for key in ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms")]
+            shown = " | ".join("" if wait is None else f"{wait:.0f}" for wait in waits)
+            lines.append(f"| {label} | {values['tokens_per_second']:.1f} | {shown} | {len(rounds)} |")
+        if name in bounds:
+            lines.append(f"| roofline of float32 | {bounds[name]:.1f} | | | | | |")
+        lines.append("")
+    return "\n".join(lines)
+
+
 def middle(rounds: Sequence[dict[str, Any]]) -> dict[str, float | None]:
     """The median of every figure."""
     keys = [key for key in rounds[0] if key != "said"]
@@ -214,6 +244,7 @@ def main() -> None:
     parser.add_argument("--workloads", type=lambda text: text.split(","), default=[*WORKLOADS])
     parser.add_argument("--side", action="append", metavar="NAME:key=value,…", help="an engine, and its options")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--page", type=Path, help="write the medians there as a page of the docs")
     parser.add_argument("--json", type=Path, help="write all figures there")
     parser.add_argument("--quick", action="store_true", help="a try: all lengths a tenth")
     args = parser.parse_args()
@@ -225,13 +256,16 @@ def main() -> None:
         parser.error(f"unknown: {', '.join(unknown)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # processes that are stopped would stay
     machine = roofline(args.threads)
-    print(f"{args.threads} threads: products {machine['gflops']:.0f} GF/s, memory {machine['gbytes']:.1f} GB/s")
+    words = f"{args.threads} threads, products {machine['gflops']:.0f} GF/s, memory {machine['gbytes']:.1f} GB/s"
+    print(words)
     with engines(args) as sides:
         found = measure(args, sides)
         about = {side.label: side.about for side in sides}
     bounds = {name: bound(name, 0.1 if args.quick else 1.0, machine) for name in args.workloads if name != "W4"}
     for line in table(found, bounds):
         print(line)
+    if args.page:
+        args.page.write_text(page(found, bounds, words))
     if args.json:
         lean = {
             name: {label: [{k: v for k, v in one.items() if k != "said"} for one in runs] for label, runs in of.items()}

@@ -185,10 +185,12 @@ def test_the_reasons_are_all_documented():
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-def test_the_benchmark_of_whole_engines_runs() -> None:
+def test_the_benchmark_of_whole_engines_runs(tmp_path) -> None:
     """Without a model: requests that arrive at once, and over others."""
-    command = [sys.executable, "benchmarks/serve.py", "--quick", "--rounds", "1", "--workloads", "W2,W4", "--sides", ""]
-    command += ["--ours", "one:executor=sim", "--ours", "two:executor=sim,scheduler=radix,kvcache=radix"]
+    command = [sys.executable, "benchmarks/serve.py", "--quick", "--rounds", "1", "--workloads", "W2,W4"]
+    command += ["--side", "ours:label=one,executor=sim", "--page", str(tmp_path / "page.md")]
+    command += ["--side", "ours:label=two,executor=sim,scheduler=radix,kvcache=radix"]
     done = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
-    assert re.search(r"^W2   ours one .* 16/16$", done.stdout, re.M), done.stdout
-    assert re.search(r"^W4   ours two .* ms .* 12/12$", done.stdout, re.M), done.stdout
+    assert re.search(r"^W2   one .* 16/16$", done.stdout, re.M), done.stdout
+    assert re.search(r"^W4   two .* ms .* 12/12$", done.stdout, re.M), done.stdout
+    assert re.search(r"^\| two \| [\d.]+ \| \d+ \|", (tmp_path / "page.md").read_text(), re.M)

@@ -66,7 +66,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "after": (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int),
     "norm": (c_void_p, c_void_p, c_float, c_int64, c_int64, c_void_p),
     "largest": (c_void_p, c_int64, c_int64, c_void_p, c_int),
-    "write": (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p),
+    "write": (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int),
     "attend": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_float, c_void_p, c_int),
 }
 

@@ -52,7 +52,7 @@ class InPlaceAttention:
         v_token, v_head, _ = values.stride()
         self._kernels.write(
             *(self._at, keys.data_ptr(), k_token, k_head, values.data_ptr(), v_token, v_head),
-            *(ctypes.byref(pages.shape), pages.k, pages.v),
+            *(ctypes.byref(pages.shape), pages.k, pages.v, torch.get_num_threads()),
         )
 
     def attend(self, query: Tensor, k_pages: Tensor, v_pages: Tensor, scale: float) -> Tensor:

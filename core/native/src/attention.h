@@ -282,15 +282,35 @@ static void attend(const Batch& b, const Shape& a, const float* query, long q_to
     parallel((int)std::min<long>(threads, tasks), job);
 }
 
-// K or V of a batch's tokens [tokens, kv_heads, dim] into their slots.
-static void write_pages(const Batch& b, const float* from, long token_stride, long head_stride, long kv_heads, long dim,
-                        float* pages) {
-    for (long row = 0; row < b.rows; row++)
-        for (long i = 0; i < b.counts[row]; i++) {
-            long position = b.starts[row] + i, page = b.pages[b.offsets[row] + position / b.page_size];
-            float* to = pages + (page * b.page_size + position % b.page_size) * kv_heads * dim;
-            const float* at = from + (b.firsts[row] + i) * token_stride;
-            for (long head = 0; head < kv_heads; head++)
-                std::memcpy(to + head * dim, at + head * head_stride, dim * sizeof(float));
-        }
+// K or V of a batch's tokens [tokens, kv_heads, dim] into their slots: of tokens first .. last of a row.
+static void write_tokens(const Batch& b, long row, long first, long last, const float* from, long token_stride,
+                         long head_stride, long kv_heads, long dim, float* pages) {
+    for (long i = first; i < last; i++) {
+        long position = b.starts[row] + i, page = b.pages[b.offsets[row] + position / b.page_size];
+        float* to = pages + (page * b.page_size + position % b.page_size) * kv_heads * dim;
+        const float* at = from + (b.firsts[row] + i) * token_stride;
+        for (long head = 0; head < kv_heads; head++)
+            std::memcpy(to + head * dim, at + head * head_stride, dim * sizeof(float));
+    }
+}
+
+constexpr long WRITTEN = 16;  // tokens of a task
+
+// K and V of a batch's tokens into their slots. Rows that share a page in one step write the same to it.
+static void write_pages(const Batch& b, const Shape& a, const float* keys, long k_token, long k_head,
+                        const float* values, long v_token, long v_head, float* k_pages, float* v_pages, int threads) {
+    long total = b.rows ? b.firsts[b.rows - 1] + b.counts[b.rows - 1] : 0, tasks = (total + WRITTEN - 1) / WRITTEN;
+    auto job = [&](Team& team) {
+        team.each(0, tasks, [&](long task) {
+            long at = task * WRITTEN, end = std::min(total, at + WRITTEN);
+            long row = std::upper_bound(b.firsts, b.firsts + b.rows, at) - b.firsts - 1;
+            for (; at < end; row++) {
+                long first = at - b.firsts[row], last = std::min((long)b.counts[row], end - b.firsts[row]);
+                write_tokens(b, row, first, last, keys, k_token, k_head, a.kv_heads, a.k_dim, k_pages);
+                write_tokens(b, row, first, last, values, v_token, v_head, a.kv_heads, a.v_dim, v_pages);
+                at += last - first;
+            }
+        });
+    };
+    parallel(tasks > 2 ? threads : 1, job);
 }

@@ -32,9 +32,9 @@ void kernels_largest(const float* x, int64_t rows, int64_t width, int64_t* where
 }
 
 void kernels_write(const Batch* b, const float* keys, int64_t k_token, int64_t k_head, const float* values,
-                   int64_t v_token, int64_t v_head, const Shape* a, float* k_pages, float* v_pages) {
-    write_pages(*b, keys, k_token, k_head, a->kv_heads, a->k_dim, k_pages);
-    write_pages(*b, values, v_token, v_head, a->kv_heads, a->v_dim, v_pages);
+                   int64_t v_token, int64_t v_head, const Shape* a, float* k_pages, float* v_pages,
+                   int threads) {
+    write_pages(*b, *a, keys, k_token, k_head, values, v_token, v_head, k_pages, v_pages, threads);
 }
 void kernels_attend(const Batch* b, const Shape* a, const float* query, int64_t q_token, int64_t q_head,
                     const float* k_pages, const float* v_pages, float scale, float* out, int threads) {
