@@ -59,6 +59,11 @@ class Server:
         with closing(self._connection()) as connection:
             return json.loads(self._send(connection, path, body).read())
 
+    def text(self, path: str) -> str:
+        """The answer to a GET as text. Raises as ``ask``."""
+        with closing(self._connection()) as connection:
+            return self._send(connection, path, None).read().decode()
+
     def events(self, path: str) -> Generator[Any, None, None]:
         """Server-sent events as they come. Closing the iterator leaves. Raises as ``ask``, also in the middle."""
         with closing(self._connection()) as connection:

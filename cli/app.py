@@ -23,6 +23,7 @@ from engine.cli import (
     render,
     replay,
     serve,
+    top,
 )
 from engine.cli.flags import split_dotted
 from engine.cli.option_help import EngineCommand
@@ -32,6 +33,7 @@ EXIT_REFUSED = 2
 COMMANDS: dict[str, Callable[..., None]] = {
     "serve": serve.serve,
     "proxy": proxy.proxy,
+    "top": top.top,
     "generate": generate.generate,
     "config": config.config,
     "doctor": doctor.doctor,

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from engine.core.config import ROLE_KEYS, SINGULAR, EngineConfig, LoadedConfig, load_config
+from engine.core.config import REPEATED, ROLE_KEYS, SINGULAR, EngineConfig, LoadedConfig, load_config
 from engine.core.values import hidden, kind_of, readable
 
 DOTTED = re.compile(r"--([A-Za-z_-]+\.[A-Za-z0-9_.:-]+)(?:=(.*))?", re.DOTALL)
@@ -96,9 +96,9 @@ def _annotation(name: str) -> Any:
     """All values travel as text: one place (the configuration) converts and explains."""
     field = EngineConfig.model_fields[name]
     flag = f"--{SINGULAR.get(name, name).replace('_', '-')}"
-    if name in SINGULAR:
+    if name in SINGULAR or name in REPEATED:
         words = f"{field.description} (repeatable)"
-        return Annotated[list[str] | None, typer.Option(flag, help=words, metavar=SINGULAR[name].upper())]
+        return Annotated[list[str] | None, typer.Option(flag, help=words, metavar=SINGULAR.get(name, "value").upper())]
     default = field.default.name if name in ROLE_KEYS else field.default
     words = f"{field.description}" + ("" if default is None else f" \\[default: {readable(default)}]")
     metavar = "NAME" if name in ROLE_KEYS else METAVARS.get(kind_of(field.annotation).split(" or none")[0], "VALUE")

@@ -11,7 +11,10 @@ from engine.cli.flags import with_config
 from engine.core.config import LoadedConfig
 from engine.core.errors import EngineError
 
-SERVER_ONLY = ("frontend", "role", "host", "port", "api_key", "heartbeat_timeout", "step_timeout")
+SERVER_ONLY = (
+    "frontend", "role", "host", "port", "api_key", "api_key_file", "cors_origin", "heartbeat_timeout", "step_timeout",
+    "progress_timeout", "drain_timeout", "log_requests", "log_prompts", "otel",
+)  # fmt: skip
 
 
 @with_config(without=(*SERVER_ONLY, "seed"), checked=True)

@@ -31,6 +31,7 @@ ENV_PREFIX = "ENGINE_"
 NEAR_MISS = 0.8  # how alike a foreign variable and a key must be to count as a misspelling
 KEY = re.compile(r"[\x21-\x7e]+")
 SECRETS = frozenset({"api_key"})
+REPEATED = frozenset({"api_key", "cors_origin"})  # flags that may be given several times
 
 
 def _a_size(value: str) -> str:
@@ -130,7 +131,14 @@ class EngineConfig(BaseModel):
     audit: bool = Field(False, description="full invariant check after every step (slow)")
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on (0: any free one)")
-    api_key: str | None = Field(None, description="bearer token that clients must send")
+    api_key: tuple[str, ...] = Field((), description="bearer token that clients must send, one of several")
+    api_key_file: str | None = Field(None, description="file of bearer tokens, one a line, 'label: token' or 'token'")
+    cors_origin: tuple[str, ...] = Field((), description="web pages of other origins that may ask, e.g. https://a.org")
+    progress_timeout: float = Field(15.0, gt=0, description="seconds without progress: the server is not ready")
+    drain_timeout: float = Field(20.0, ge=0, description="seconds that open requests have to end after SIGTERM")
+    log_requests: bool = Field(False, description="log one line for each HTTP request when it has ended")
+    log_prompts: bool = Field(False, description="log prompts (private!)")
+    otel: str | None = Field(None, description="where traces go, e.g. http://HOST:4318/v1/traces (OpenTelemetry)")
 
     @field_validator("*", mode="before")
     @classmethod
@@ -150,21 +158,42 @@ class EngineConfig(BaseModel):
     def _another_place(cls, value: str | None) -> str | None:
         return None if value is None else _endpoint(value)
 
+    @field_validator("api_key", mode="before")
+    @classmethod
+    def _keys(cls, value: Any) -> Any:
+        return () if value is None else (value,) if isinstance(value, str) else value
+
     @field_validator("api_key")
     @classmethod
-    def _usable_key(cls, value: str | None) -> str | None:
+    def _usable_keys(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         """An empty key would protect nothing, and one that no header can carry would lock everybody out."""
-        if value is not None and not value.strip():
+        if any(not key.strip() for key in value):
             raise ValueError("is empty: leave it out for an open server")
-        if value is not None and not KEY.fullmatch(value):
+        if any(not KEY.fullmatch(key) for key in value):
             raise ValueError("must be printable ASCII without spaces: it travels in a header")
+        if len(set(value)) < len(value):
+            raise ValueError("is given twice")
+        return value
+
+    @field_validator("cors_origin", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        """Given several times, or once as a list."""
+        parts = [part for text in value for part in str(text).split(",")] if isinstance(value, list | tuple) else value
+        return [part.strip() for part in parts if part.strip()] if isinstance(parts, list) else parts
+
+    @field_validator("cors_origin")
+    @classmethod
+    def _origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in value:
+            if origin != "*" and not re.fullmatch(r"https?://[^\s/?#,]+", origin):
+                raise ValueError(f"{origin!r} is no origin such as https://example.org, without a path")
         return value
 
     def describe(self) -> dict[str, Any]:
         """The configuration as plain values, secrets hidden."""
         data = self.model_dump()
-        if data["api_key"]:
-            data["api_key"] = "***"
+        data["api_key"] = "***" if data["api_key"] else None
         return data
 
 
@@ -299,11 +328,11 @@ def _checked(values: Mapping[str, Any], origins: Mapping[str, str]) -> EngineCon
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        got = "" if key in SECRETS else f", got {first['input']!r}"
+        secret = str(first["loc"][0]) in SECRETS
+        got = "" if secret else f", got {first['input']!r}"
         words = first["msg"].removeprefix("Value error, ")
-        raise ConfigError(f"{key} ({origins.get(key, 'default')}): {words}{got}") from (
-            None if key in SECRETS else error
-        )
+        origin = origins.get(key, origins.get(str(first["loc"][0]), "default"))
+        raise ConfigError(f"{key} ({origin}): {words}{got}") from (None if secret else error)
 
 
 def parse_bytes(text: str) -> int:

@@ -146,7 +146,7 @@ class Effective:
                 for key, pick in zip(keys_of(name, [pick.name for pick in value]), value, strict=True):
                     yield from _under(key, options.get(key, pick.options))
             else:
-                yield name, HIDDEN if value is not None and is_secret(name, field) else value
+                yield name, HIDDEN if value not in (None, ()) and is_secret(name, field) else value
 
     def as_toml(self) -> str:
         """A file that configures the same, all defaults written out. Secrets are left out, with a comment."""
@@ -162,7 +162,7 @@ class Effective:
                 for key, pick in zip(keys_of(name, [pick.name for pick in value]), value, strict=True):
                     tables += [f"\n[[{name}]]", *_table(pick, options.get(key))]
             else:
-                secret = value is not None and is_secret(name, field)
+                secret = value not in (None, ()) and is_secret(name, field)
                 lines += _line(name, HIDDEN if secret else value, field.default)
         return "\n".join([*lines, *tables]) + "\n"
 

@@ -66,6 +66,10 @@ class EngineDead(EngineError):
     """The engine core has stopped (killed, crashed or stalled); the message says why."""
 
 
+class ShuttingDown(EngineError):
+    """The server is about to stop: a request was not begun, or not brought to its end. Try another one."""
+
+
 class PluginDeprecationWarning(FutureWarning):
     """A plugin uses something of the contract that the next minor version no longer has. Told once a plugin."""
 

@@ -494,6 +494,15 @@ class EngineCore:
         request = self.requests.get(request_id)
         return None if request is None else explain(request, self._last, self.limits.max_batch_tokens)
 
+    @property
+    def last_plan(self) -> Plan | None:
+        """The plan made last; ``None`` before the first."""
+        return self._last
+
+    def now(self) -> float:
+        """Seconds on the engine's clock, on which requests arrive and start."""
+        return self.roster.now()
+
     def step_stats(self) -> StepStats | None:
         """What the last plan holds, in numbers; ``None`` before the first."""
         return None if self._last is None else step_stats(self._last)

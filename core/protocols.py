@@ -26,6 +26,7 @@ from engine.core.values import from_text
 
 if TYPE_CHECKING:
     from engine.core.cache_watch import CacheWatcher
+    from engine.core.keys import Keys
     from engine.core.memory import KVLayout
     from engine.core.step import Step
 
@@ -537,6 +538,25 @@ class Frontend(Plugin, ABC):
         Args:
             port: 0 takes any free one.
             api_key: what clients must send; ``None``: anybody may ask.
+
+        Raises:
+            ConfigError: it cannot listen there.
+        """
+
+    def guard(self, keys: Keys) -> None:
+        """Several keys, or keys with labels: ask for one of them instead of ``api_key``. Called before ``serve``.
+
+        The label of a key is the tenant of whoever sends it: ``Ask.tenant``.
+
+        Raises:
+            ConfigError: this frontend knows one key only (the default).
+        """
+        raise ConfigError(f"frontend {self.name} knows one key only: give one --api-key, and no --api-key-file")
+
+    def open(self, *, host: str, port: int) -> None:
+        """The engine is about to be loaded, which may take minutes. Called at most once, before ``serve``.
+
+        A frontend may listen from now on and say that it is starting. Default: nothing is done.
 
         Raises:
             ConfigError: it cannot listen there.

@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from engine.core.keys import Keys
 from engine.plugins.frontends._endpoints import PROMETHEUS, Endpoints, id_of
 from engine.plugins.frontends._errors import HTTPError, as_http
 from engine.plugins.frontends._wire import ClientGone, json_response, until_gone
@@ -29,7 +30,8 @@ class Routes(Endpoints):
     """The OpenAI interface of a fleet."""
 
     def __init__(self, options: ProxyOptions, fleet: Fleet) -> None:
-        super().__init__(api_key=options.api_key, max_body_bytes=options.max_body_bytes)
+        keys = None if options.api_key is None else Keys([options.api_key])
+        super().__init__(keys=keys, max_body_bytes=options.max_body_bytes)
         self.options, self.fleet = options, fleet
         self.metrics = Metrics(fleet)
         self.relay = Relay(options, fleet, Chooser(options), self.metrics)

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from engine.core import errors
 from engine.core.config import EngineConfig
 from engine.core.errors import ConfigError, EngineDead, EngineError, InvalidRequest, QueueFull
+from engine.core.histograms import Histogram
 from engine.core.outputs import Chunk, Completion
 from engine.core.protocols import Limits, ModelInfo
-from engine.core.request import SamplingParams
+from engine.core.request import Finish, SamplingParams
 from engine.core.serve.cache import CacheClient
 from engine.core.serve.ledger import Ledger
 from engine.core.serve.link import Link
@@ -50,7 +51,9 @@ LONG_TEXT = 4096  # characters; longer text is tokenised in a thread, so that th
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
     """One prompt to submit, with ``params.n`` choices. ``request_id`` is the caller's name for it: not unique, only
-    echoed and abortable. ``deadline`` is in seconds; the other fields are those of ``EngineCore.add``."""
+    echoed and abortable. ``deadline`` is in seconds; ``tenant`` is who asks, as the server knows him: policies see it
+    in ``metadata`` instead of what the caller says there; ``note`` stays with its streams, for whoever is told how they
+    ended. The other fields are those of ``EngineCore.add``."""
 
     tokens: Sequence[int]
     params: SamplingParams = field(default_factory=SamplingParams)
@@ -61,6 +64,8 @@ class Ask:
     read_cache: bool = True
     write_cache: bool = True
     deadline: float | None = None
+    tenant: str = ""
+    note: str = ""
 
     def check(self, limits: Limits) -> None:
         """Raise ``InvalidRequest`` where any field has a wrong type or breaks a limit. Long prompts take a while."""
@@ -73,11 +78,26 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """``ok`` is False once the engine is gone, with the ``cause``; it does not come back."""
+    """``ok`` is False once the engine is gone, with the ``cause``; it does not come back.
+
+    ``stall`` is for how many seconds no work has come forward (0 while there is none), ``silence`` for how many
+    nothing was heard of the engine.
+    """
 
     ok: bool
     cause: str | None
     open_requests: int
+    stall: float = 0.0
+    silence: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Measures:
+    """What a core has measured: its counters and gauges, histograms by name, how many requests wait for what."""
+
+    values: Mapping[str, int | float]
+    histograms: Mapping[str, Histogram]
+    waits: Mapping[str, int]
 
 
 class AsyncEngine:
@@ -186,7 +206,8 @@ class AsyncEngine:
 
     def health(self) -> Health:
         """Whether the core lives and gets on. Never waits."""
-        return Health(self._link.cause is None, self._link.cause, len(self.ledger))
+        cause, watchdog = self._link.cause, self._link.watchdog
+        return Health(cause is None, cause, len(self.ledger), watchdog.stall, watchdog.silence)
 
     @property
     def pid(self) -> int | None:
@@ -280,10 +301,22 @@ class AsyncEngine:
         self._leave(found)
         return len(found)
 
+    def end_all(self, error: Exception) -> int:
+        """End every open request; its caller gets what it has and then ``error``. Returns how many there were."""
+        streams = list(self.ledger.open.values())
+        if streams:
+            self.ledger.fail(streams, error, Finish.ABORT)
+            self._link.send(Abort([stream.request_id for stream in streams]))
+        return len(streams)
+
     async def stats(self) -> dict[str, int | float]:
         """The core's counters and gauges now. Raises ``EngineDead``, or ``EngineError`` where a step takes too long."""
-        values: dict[str, int | float] = await self._ask_soon(AskStats)
-        return values
+        return dict((await self.measures()).values)
+
+    async def measures(self) -> Measures:
+        """``stats``, and what the core has measured since it started. Raises as ``stats``."""
+        said: Stats = await self._ask_soon(AskStats)
+        return Measures(said.values, said.histograms, said.waits)
 
     async def ask_cache(self, what: str, **options: Any) -> dict[str, Any]:
         """``CacheDesk.ask``, between two steps. Raises as it does, and as ``stats``."""
@@ -369,10 +402,12 @@ class AsyncEngine:
         request_id = f"{self._prefix}-{next(self._numbers)}"
         stream = Stream(
             request_id, len(ask.tokens), params, text_of(self.tokenizer, params),
-            external_id=ask.request_id, wake=group.waker(index),
+            external_id=ask.request_id, tenant=ask.tenant, note=ask.note, wake=group.waker(index),
         )  # fmt: skip
         group.add(stream)
         metadata = dict(ask.metadata) if ask.metadata is not None else None
+        if ask.tenant:
+            metadata = {**(metadata or {}), "tenant": ask.tenant}
         return Add(
             request_id, list(ask.tokens), params, ask.priority, ask.salt, metadata,
             ask.read_cache, ask.write_cache, ask.deadline,
@@ -389,12 +424,11 @@ class AsyncEngine:
 
     def _on_event(self, event: Event) -> None:
         match event:
-            case Outputs(deltas=deltas):
+            case Outputs(deltas=deltas, started=started):
+                self.ledger.started(started)
                 for abort in self.ledger.deliver(deltas):
                     self._link.send(abort)
-            case Stats(number=number, values=values):
-                self._answer(number, values)
-            case CacheAnswer(number=number) | Updated(number=number):
+            case Stats(number=number) | CacheAnswer(number=number) | Updated(number=number):
                 self._answer(number, event)
             case Refused(request_id=request_id):
                 if (stream := self.ledger.open.get(request_id)) is not None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.core.errors import EngineError, InvalidRequest, QueueFull
-from engine.core.plan import Delta
+from engine.core.plan import Delta, Plan, Why
 from engine.core.protocols import Limits, ModelInfo
-from engine.core.request import Finish, SamplingParams
+from engine.core.request import Finish, Request, SamplingParams
 from engine.core.serve.messages import (
     Abort,
     Add,
@@ -26,6 +27,8 @@ from engine.core.serve.messages import (
     Updated,
     UpdateWeights,
 )
+from engine.core.serve.meter import Meter, waiting_reasons
+from engine.core.stats import Counters
 
 if TYPE_CHECKING:
     from engine.core.cache_desk import CacheDesk
@@ -51,12 +54,23 @@ class Core(Protocol):
         """Of which ``max_waiting`` bounds the queue."""
 
     @property
-    def waiting(self) -> Sized:
+    def waiting(self) -> Collection[Request]:
         """Requests in the queue."""
 
     @property
-    def parked(self) -> Sized:
-        """Requests that are not ready; they count against the queue's bound."""
+    def parked(self) -> Mapping[str, Request]:
+        """Requests that are not ready, by id; they count against the queue's bound."""
+
+    @property
+    def counters(self) -> Counters:
+        """Totals since the start."""
+
+    @property
+    def last_plan(self) -> Plan | None:
+        """The plan made last."""
+
+    def now(self) -> float:
+        """Seconds on the core's clock."""
 
     @property
     def cache(self) -> CacheDesk:
@@ -176,16 +190,22 @@ class Intake:
 class Host:
     """Drives one core on behalf of one client. All calls of the core happen in the thread that calls ``run``.
 
-    ``steps`` and ``busy`` may be read by any thread: they are how others see progress.
+    ``steps``, ``busy`` and ``advanced`` may be read by any thread: they are how others see progress.
     """
 
     def __init__(self, core: Core, emit: Callable[[Event], None]) -> None:
         self._core = core
         self._emit = emit
         self._intake = Intake(core)
+        self._meter = Meter(core)
         self._quiet = False
         self.steps = 0
         self.busy = False
+
+    @property
+    def advanced(self) -> int:
+        """How many steps brought work forward."""
+        return self._meter.advanced
 
     def run(self, take: Callable[[float | None], list[Command]]) -> None:
         """Serve until ``Shutdown``. Whatever escapes a step escapes here too: it is fatal.
@@ -215,7 +235,7 @@ class Host:
                     if not self._intake.cancel(request_id):
                         self._core.abort(request_id, finish, detail)
             case AskStats(number=number):
-                self._emit(Stats(number, self._stats()))
+                self._emit(Stats(number, self._stats(), self._meter.histograms(), self._waits()))
             case AskCache():
                 self._emit(self._of_cache(command))
             case UpdateWeights(running="finish"):
@@ -247,14 +267,22 @@ class Host:
         self.busy = self._core.has_work or len(self._intake) > 0
         if not self.busy:
             return
+        began = time.perf_counter()
         deltas = self._core.step()
+        started = self._meter.stepped(time.perf_counter() - began)
         for request_id, refusal in self._core.take_refused():  # before the end that the deltas tell
             self._emit(Refused(request_id, refusal.field, refusal.message, refusal.code))
         self.steps += 1
         self._quiet = not deltas
-        if deltas:
-            self._emit(Outputs(deltas))
+        if deltas or started:
+            self._emit(Outputs(deltas, started))
         self.busy = self._core.has_work or len(self._intake) > 0
+
+    def _waits(self) -> dict[str, int]:
+        found = waiting_reasons(self._core)
+        if self._intake.waiting:
+            found[Why.NOT_ASKED.value] = found.get(Why.NOT_ASKED.value, 0) + self._intake.waiting
+        return found
 
     def _stats(self) -> dict[str, int | float]:
         values = dict(self._core.stats())

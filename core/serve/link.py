@@ -30,6 +30,7 @@ class Link:
     Attributes:
         cause: why the core is gone; ``None`` while it lives. Set first, told afterwards; any thread may read it.
         ready: what the core said when it was loaded.
+        watchdog: when the core was last heard of, and when work last came forward.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Link:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_event, self._on_death = on_event, on_death
         self._closed = False
+        self.watchdog = watchdog
         self._home = Home()
         kind = ThreadTransport if in_process else ProcessTransport
         self._transport: Transport = kind(config, self._receive, self._declare_dead, watchdog)

@@ -6,11 +6,12 @@ Commands go to the core, events come from it. Between processes they travel as m
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from engine.core.errors import InvalidRequest
+from engine.core.histograms import Histogram
 from engine.core.plan import Delta
 from engine.core.protocols import Limits, ModelInfo
 from engine.core.request import Finish, SamplingParams
@@ -83,10 +84,20 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     description: dict[str, Any]
 
 
+class Started(NamedTuple):
+    """A request began: after so many seconds, of which the last were spent waiting for ``reason`` (a ``Why``, or
+    ``none``)."""
+
+    request_id: str
+    waited: float
+    reason: str
+
+
 class Outputs(msgspec.Struct, frozen=True, tag=True):
-    """What one step brought, for all requests that had news."""
+    """What one step brought, for all requests that had news, and which requests it started for the first time."""
 
     deltas: list[Delta]
+    started: list[Started] = []
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -99,10 +110,12 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stats(msgspec.Struct, frozen=True, tag=True):
-    """The core's counters and gauges at one moment."""
+    """The core's counters and gauges at one moment, what it has measured, and what its requests wait for."""
 
     number: int
     values: dict[str, int | float]
+    histograms: dict[str, Histogram] = {}
+    waits: dict[str, int] = {}
 
 
 class CacheAnswer(msgspec.Struct, frozen=True, tag=True):
@@ -125,10 +138,14 @@ class Updated(msgspec.Struct, frozen=True, tag=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """The process lives; ``steps`` finished so far, and whether there is work. Sent by a thread of its own."""
+    """The process lives; ``steps`` finished so far, and whether there is work. Sent by a thread of its own.
+
+    ``advanced`` counts the steps that brought work forward.
+    """
 
     steps: int
     busy: bool
+    advanced: int = 0
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):

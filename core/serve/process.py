@@ -21,6 +21,7 @@ from engine.core.config import EngineConfig
 from engine.core.errors import EngineError
 from engine.core.serve.host import Host
 from engine.core.serve.messages import Boot, Command, Event, Fatal, Heartbeat, Ready, decode_command, encode, refusals
+from engine.core.serve.printing import keep_printing
 
 HEARTBEAT_SECONDS = 0.5
 EXIT_REFUSED = 2  # the configuration or the model cannot be used
@@ -88,7 +89,8 @@ class Pulse(threading.Thread):
         socket = events_socket(self._context, self._boot)
         while not self._over.wait(HEARTBEAT_SECONDS):
             host = self.host
-            socket.send(encode(Heartbeat(host.steps, host.busy) if host else Heartbeat(0, False)))
+            beat = Heartbeat(host.steps, host.busy, host.advanced) if host else Heartbeat(0, False)
+            socket.send(encode(beat))
         socket.close()
 
     def stop(self) -> None:
@@ -125,6 +127,7 @@ def serve(boot: Boot, wire: Wire, pulse: Pulse) -> int:
 
 def main() -> int:
     """Entry point of the child process."""
+    keep_printing()
     # Ctrl-C and supervisors reach the whole group; the parent decides when we end, and lets open requests finish.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

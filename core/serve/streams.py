@@ -10,6 +10,7 @@ from engine.core.outputs import Chunk, Completion
 from engine.core.plan import Delta
 from engine.core.request import Finish, SamplingParams
 from engine.core.sampling import TokenLogprobs
+from engine.core.serve.times import Course
 
 if TYPE_CHECKING:
     from engine.core.serve.text import Text
@@ -29,10 +30,14 @@ class Stream:
         text: Text | None,
         *,
         external_id: str | None = None,
+        tenant: str = "",
+        note: str = "",
         wake: Callable[[], None] = lambda: None,
     ) -> None:
         self.request_id = request_id
         self.external_id = external_id or request_id
+        self.tenant, self.note = tenant, note
+        self.course = Course()
         self.num_prompt = num_prompt
         self.num_output = 0
         self.cached_tokens = 0

@@ -102,7 +102,11 @@ class ThreadTransport:
 
     def _watch(self) -> None:
         while not self._closing.wait(POLL_SECONDS):
-            self._watchdog.beat(self._host.steps if self._host else 0, self._host.busy if self._host else False)
+            host = self._host
+            if host is None:
+                self._watchdog.beat(0, False)
+            else:
+                self._watchdog.beat(host.steps, host.busy, host.advanced)
             cause = self._watchdog.verdict()
             if cause is not None:
                 self._on_death(cause)
@@ -206,7 +210,7 @@ class ProcessTransport:
 
     def _on_message(self, event: Event) -> None:
         if isinstance(event, Heartbeat):
-            self._watchdog.beat(event.steps, event.busy)
+            self._watchdog.beat(event.steps, event.busy, event.advanced)
             return
         if isinstance(event, Ready):
             self._loaded = True

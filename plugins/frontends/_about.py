@@ -6,16 +6,11 @@ from importlib.metadata import version
 from typing import Any
 
 from engine.core.serve.client import AsyncEngine
+from engine.plugins.frontends._life import Life
 
 
-def health_of(engine: AsyncEngine) -> dict[str, Any]:
-    """``status`` (``ok`` or ``dead``), the cause, and the requests that are open."""
-    health = engine.health()
-    return {"status": "ok" if health.ok else "dead", "cause": health.cause, "open_requests": health.open_requests}
-
-
-def about(engine: AsyncEngine, name: str, incarnation: str) -> dict[str, Any]:
-    """All that whoever routes requests must know: role, model, pages, connectors with their addresses, health.
+def about(engine: AsyncEngine, name: str, incarnation: str, life: Life) -> dict[str, Any]:
+    """All that whoever routes requests must know: role, model, pages, connectors with their addresses, state, health.
 
     Args:
         name: what clients call the model.
@@ -26,6 +21,7 @@ def about(engine: AsyncEngine, name: str, incarnation: str) -> dict[str, Any]:
         "object": "engine",
         "version": version("sixhooks"),
         "incarnation": incarnation,
+        "state": life.state.value,
         "role": engine.config.role,
         "model": name,
         "fingerprint": engine.model.fingerprint,
@@ -33,5 +29,5 @@ def about(engine: AsyncEngine, name: str, incarnation: str) -> dict[str, Any]:
         "num_pages": limits.num_pages,
         "max_model_len": limits.max_model_len,
         "connectors": engine.description.get("connectors", {}),
-        "health": health_of(engine),
+        "health": life.describe(),
     }

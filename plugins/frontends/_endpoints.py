@@ -6,14 +6,17 @@ import asyncio
 import logging
 import re
 import uuid
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from importlib.metadata import version
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
+from engine.core.errors import ConfigError, suggest
+from engine.core.keys import Keys
 from engine.plugins.frontends._errors import HTTPError, as_http
 from engine.plugins.frontends._wire import ClientGone, authorize, json_response, read_body
 
@@ -34,21 +37,40 @@ class Endpoints:
     """Base of an interface: ``build`` makes its application. Whatever a handler raises becomes an answer.
 
     Args:
-        api_key: what guarded routes ask for; ``None``: nobody needs one.
+        keys: what guarded routes ask for; ``None``: nobody needs one.
         max_body_bytes: largest body that ``read`` takes.
+        open_paths: paths of routes that need no key after all.
     """
 
-    def __init__(self, *, api_key: str | None, max_body_bytes: int) -> None:
-        self._key, self._max_body = api_key, max_body_bytes
+    def __init__(self, *, keys: Keys | None, max_body_bytes: int, open_paths: Collection[str] = ()) -> None:
+        self._keys, self._max_body, self._open_paths = keys, max_body_bytes, frozenset(open_paths)
 
-    def build(self, title: str, routes: Iterable[Route]) -> FastAPI:
-        """The ASGI application."""
-        app = FastAPI(title=title, version=version("sixhooks"), docs_url=None, redoc_url=None)
-        for path, method, handler, guarded in routes:
-            app.add_api_route(
-                path, self._safely(handler, guarded), methods=[method], response_model=None, name=handler.__name__
-            )
+    def build(self, title: str, routes: Iterable[Route], *, origins: Sequence[str] = ()) -> FastAPI:
+        """The ASGI application, with ``/openapi.json``. Pages of other ``origins`` may ask, too (CORS).
+
+        Raises:
+            ConfigError: one of ``open_paths`` is no path.
+        """
+        app = FastAPI(title=title, version=version("sixhooks"), docs_url=None, redoc_url=None, openapi_url=None)
+
+        async def openapi(request: Request) -> Response:
+            """This document."""
+            return json_response(with_path_parameters(app.openapi()))
+
+        table: list[Route] = [*routes, ("/openapi.json", "GET", openapi, True)]
+        paths = {path for path, *_ in table}
+        for wrong in self._open_paths - paths:
+            raise ConfigError(f"open_paths: there is no path {wrong!r}: {suggest(wrong, paths)}")
+        for path, method, handler, guarded in table:
+            endpoint = self._safely(handler, guarded and path not in self._open_paths)
+            app.add_api_route(path, endpoint, methods=[method], response_model=None, name=handler.__name__)
         app.add_exception_handler(HTTPException, self._no_route)
+        if origins:
+            app.add_middleware(
+                CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"],
+                allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
+                expose_headers=["X-Request-Id", "Retry-After"],
+            )  # fmt: skip
         return app
 
     async def version(self, request: Request) -> Response:
@@ -73,13 +95,18 @@ class Endpoints:
     def left(self) -> None:
         """A client has left before its answer began. Nothing by default."""
 
+    def check_accepts(self) -> None:
+        """Raise where no more work is taken. Asked before each POST is handled. By default it is always."""
+
     # ---- inside
 
     def _safely(self, handler: Handler, guarded: bool) -> Handler:
         async def endpoint(request: Request) -> Response:
             try:
                 if guarded:
-                    authorize(request, self._key)
+                    request.state.tenant = authorize(request, self._keys)
+                if request.method == "POST":
+                    self.check_accepts()
                 return await handler(request)
             except ClientGone:
                 self.left()
@@ -100,6 +127,23 @@ class Endpoints:
         code = "method_not_allowed" if error.status_code == 405 else "not_found"
         words = f"{error.detail}: {request.method} {request.url.path}"
         return self._refusal(request, HTTPError(error.status_code, words, code=code, headers=dict(error.headers or {})))
+
+
+def with_path_parameters(document: dict[str, Any]) -> dict[str, Any]:
+    """Declare the parameters that stand in paths: handlers take them from the request, so nobody else does. Mutates."""
+    for path, operations in document["paths"].items():
+        names = re.findall(r"{(\w+)}", path)
+        named = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
+        for operation in operations.values() if named else ():
+            others = [one for one in operation.get("parameters", []) if one["name"] not in names]
+            operation["parameters"] = [*others, *named]
+    return document
+
+
+def tenant_of(request: Request) -> str:
+    """The label of the API key that the request came with; empty without one."""
+    tenant: str = getattr(request.state, "tenant", "")
+    return tenant
 
 
 def id_of(request: Request) -> str:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.core.errors import ConfigError, EngineDead, EngineError, InvalidRequest, QueueFull
+from engine.core.errors import ConfigError, EngineDead, EngineError, InvalidRequest, QueueFull, ShuttingDown
 from engine.core.timeouts import QUEUE
 
 RETRY_AFTER_SECONDS = 1
@@ -40,6 +40,8 @@ def as_http(error: Exception) -> HTTPError:
             return HTTPError(429, str(error), "rate_limit_error", code="queue_full", headers=headers)
         case EngineDead():
             return HTTPError(503, f"the engine is not available: {error}", "server_error", code="engine_dead")
+        case ShuttingDown():
+            return HTTPError(503, str(error), "server_error", code="shutting_down", headers=come_again(None))
         case ConfigError():
             return HTTPError(409, str(error), code="not_available")
         case EngineError():

@@ -1,76 +1,113 @@
-"""Prometheus metrics. Gauges are read when they are scraped, so they cannot freeze at an old value."""
+"""Prometheus metrics: read when they are scraped, so that no gauge freezes at an old value."""
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from engine.core.containment import STAT, STAT_DISABLED
+from engine.core.plan import Why
+from engine.core.serve.client import AsyncEngine, Measures
+from engine.core.serve.ledger import Ledger
+from engine.plugins.frontends._life import Life, State
+from engine.plugins.frontends._metrics_vllm import known_names
+from engine.plugins.frontends._metrics_words import COUNTERS, GAUGES, HISTOGRAMS, family
+from engine.plugins.frontends._watched import Answered
 
-GAUGES = {
-    "running": ("engine_requests_running", "Requests that hold KV pages"),
-    "waiting": ("engine_requests_waiting", "Requests in the queue"),
-    "waiting_tokens": ("engine_waiting_tokens", "Prompt tokens of requests that have not begun"),
-    "parked": ("engine_requests_parked", "Requests that are not ready to run"),
-    "pages_total": ("engine_kv_pages", "KV pages in the pool"),
-    "pages_free": ("engine_kv_pages_free", "KV pages without content"),
-    "pages_evictable": ("engine_kv_pages_evictable", "KV pages with cached content that nobody uses"),
-    "pages_pinned": ("engine_kv_pages_pinned", "KV pages in use"),
-}
-COUNTERS = {
-    "steps": ("engine_steps", "Steps"),
-    "preemptions": ("engine_preemptions", "Requests that gave up their pages and were queued again"),
-    "prompt_tokens": ("engine_prompt_tokens", "Prompt tokens of accepted requests"),
-    "output_tokens": ("engine_output_tokens", "Generated tokens"),
-    "cached_tokens": ("engine_cached_tokens", "Tokens that the prefix cache gave"),
-    "computed_tokens": ("engine_computed_tokens", "Tokens that were computed"),
-    "failed_steps": ("engine_failed_steps", "Steps that the executor could not compute"),
-    "loaded_tokens": ("engine_loaded_tokens", "Tokens whose KV came from connectors"),
-    "failed_loads": ("engine_failed_loads", "Loads of which a part or all did not come"),
-    "late_loads": ("engine_late_loads", "Look-ups and loads that were not waited for any longer"),
-    "failed_saves": ("engine_failed_saves", "Transfers to connectors that failed"),
-    "unsaved_pages": ("engine_unsaved_pages", "KV pages not handed to connectors, which had enough to save"),
-}
 SCHEDULER, CONNECTOR = "scheduler_", "connector_"
-LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
 
 class Snapshot(Collector):
-    """What the engine said at scrape time, as metric families."""
+    """What is so at one moment, as metric families. Without an engine nothing runs and nothing waits; what it had
+    counted is gone with it, what clients had of it is not."""
 
-    def __init__(self) -> None:
-        self.up = False
-        self.stats: Mapping[str, int | float] | None = None
-        self.accepted = 0
-        self.ended: Mapping[str, int] = {}
-        self.refused: Counter[str] = Counter()
+    def __init__(
+        self, engine: AsyncEngine, life: Life, measures: Measures | None, answered: Answered, errors: Counter[str]
+    ) -> None:
+        self._engine, self._life, self._measures = engine, life, measures
+        self._answered, self._errors = answered, errors
 
     def collect(self) -> Iterable[Metric]:
-        """All families. Without an engine nothing runs and nothing waits; what it had counted is gone with it."""
-        yield GaugeMetricFamily("engine_up", "1 while the engine core lives", value=float(self.up))
-        yield CounterMetricFamily("engine_requests_accepted", "Requests accepted", value=self.accepted)
-        ended = CounterMetricFamily("engine_requests_ended", "Accepted requests by how they ended", labels=["reason"])
-        for reason, count in self.ended.items():
-            ended.add_metric([reason], count)
-        yield ended
-        refused = CounterMetricFamily("engine_http_errors", "HTTP answers that refused or failed", labels=["status"])
-        for status, count in self.refused.items():
-            refused.add_metric([status], count)
-        yield refused
-        if self.stats is None:
-            return
-        for key, (name, words) in GAUGES.items():
-            yield GaugeMetricFamily(name, words, value=self.stats.get(key, 0))
-        for key, (name, words) in COUNTERS.items():
-            yield CounterMetricFamily(name, words, value=self.stats.get(key, 0))
-        yield from plugin_families(self.stats)
-        yield from own_families(self.stats)
+        """All families."""
+        ledger, measures = self._engine.ledger, self._measures
+        yield from self._of_life()
+        yield from self._of_http()
+        yield from requests(ledger)
+        yield from tenants(ledger)
+        if measures is not None:
+            for key, (name, words) in GAUGES.items():
+                yield GaugeMetricFamily(name, words, value=measures.values.get(key, 0))
+            for key, (name, words) in COUNTERS.items():
+                yield CounterMetricFamily(name, words, value=measures.values.get(key, 0))
+            yield waits(measures.waits)
+            for key in ("step_seconds", "batch_tokens"):
+                yield family(*HISTOGRAMS[key], {"": measures.histograms[key]})
+            yield from plugin_families(measures.values)
+            yield from own_families(measures.values)
+        yield from known_names(self._engine, measures)
+
+    def _of_life(self) -> Iterable[Metric]:
+        said = self._life.describe()
+        yield GaugeMetricFamily("engine_up", "1 while the engine core lives", value=float(self._engine.health().ok))
+        yield GaugeMetricFamily("engine_ready", "1 while requests are accepted and get on", value=float(said["ready"]))
+        state = GaugeMetricFamily("engine_state", "1 for the state that the server is in", labels=["state"])
+        for one in State:
+            state.add_metric([one.value], float(one.value == said["state"]))
+        yield state
+
+    def _of_http(self) -> Iterable[Metric]:
+        errors = CounterMetricFamily("engine_http_errors", "HTTP answers that refused or failed", labels=["status"])
+        for status, count in self._errors.items():
+            errors.add_metric([status], count)
+        yield errors
+        answered = CounterMetricFamily(
+            "engine_http_requests", "HTTP requests; status 499: the client left first", labels=["path", "status"]
+        )
+        for (path, code), count in sorted(self._answered.counts.items()):
+            answered.add_metric([path, str(code)], count)
+        yield answered
+
+
+def requests(ledger: Ledger) -> Iterable[Metric]:
+    """Accepted requests, how they ended, and how long they took."""
+    yield CounterMetricFamily("engine_requests_accepted", "Requests accepted", value=ledger.accepted)
+    ended = CounterMetricFamily("engine_requests_ended", "Accepted requests by how they ended", labels=["reason"])
+    for reason, count in ledger.ended.items():
+        ended.add_metric([reason], count)
+    yield ended
+    times = ledger.times
+    for key in ("first", "gap", "whole", "decode"):
+        yield family(*HISTOGRAMS[key], {"": getattr(times, key)})
+    yield family(*HISTOGRAMS["queue"], times.queue, label="reason")
+
+
+def waits(found: Mapping[str, int]) -> Metric:
+    """Requests by what they wait for; all reasons are there, so that dashboards see zeros."""
+    metric = GaugeMetricFamily("engine_requests_waiting_for", "Requests by why they wait", labels=["reason"])
+    for reason in Why:
+        metric.add_metric([reason.value], found.get(reason.value, 0))
+    return metric
+
+
+def tenants(ledger: Ledger) -> Iterable[Metric]:
+    """Counts by the label of the API key."""
+    accepted = CounterMetricFamily("engine_tenant_requests_accepted", "Requests accepted, by tenant", labels=["tenant"])
+    ended = CounterMetricFamily(
+        "engine_tenant_requests_ended", "Accepted requests by tenant and how they ended", labels=["tenant", "reason"]
+    )
+    prompt = CounterMetricFamily("engine_tenant_prompt_tokens", "Prompt tokens of ended requests", labels=["tenant"])
+    output = CounterMetricFamily("engine_tenant_output_tokens", "Output tokens of ended requests", labels=["tenant"])
+    for tenant, share in ledger.tenants.shares.items():
+        accepted.add_metric([tenant], share.accepted)
+        prompt.add_metric([tenant], share.prompt_tokens)
+        output.add_metric([tenant], share.output_tokens)
+        for reason, count in share.ended.items():
+            ended.add_metric([tenant, reason], count)
+    yield from (accepted, ended, prompt, output)
 
 
 def plugin_families(stats: Mapping[str, int | float]) -> Iterable[Metric]:
@@ -109,48 +146,19 @@ def own_families(stats: Mapping[str, int | float]) -> Iterable[Metric]:
 
 
 class Metrics:
-    """One server's metrics, in a registry of their own (several servers may live in one process)."""
+    """What one server counts of its own, and how all of it is told.
+
+    Attributes:
+        answered: HTTP requests.
+        errors: error answers by status, those in the middle of a stream included.
+    """
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.snapshot = Snapshot()
-        self.registry.register(self.snapshot)
-        self._first = self._histogram("engine_time_to_first_token_seconds", "Request to first token", LATENCY)
-        self._gap = self._histogram("engine_inter_token_seconds", "Gap between tokens of one request", GAPS)
-        self._whole = self._histogram("engine_request_seconds", "Request to its end", LATENCY)
+        self.answered = Answered()
+        self.errors: Counter[str] = Counter()
 
-    def _histogram(self, name: str, words: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, words, buckets=buckets, registry=self.registry)
-
-    def timer(self) -> Timer:
-        """Starts the clock of one request."""
-        return Timer(self._first, self._gap, self._whole)
-
-    def render(self) -> bytes:
-        """The exposition text."""
-        return generate_latest(self.registry)
-
-
-class Timer:
-    """Times one choice: when its tokens came, and its end."""
-
-    def __init__(self, first: Histogram, gap: Histogram, whole: Histogram) -> None:
-        self._first, self._gap, self._whole = first, gap, whole
-        self._start = time.monotonic()
-        self._last: float | None = None
-
-    def tokens(self, count: int) -> None:
-        """So many tokens came together. Their gap is shared out evenly; the first to come have none."""
-        if not count:
-            return
-        now = time.monotonic()
-        if self._last is None:
-            self._first.observe(now - self._start)
-        else:
-            for _ in range(count):
-                self._gap.observe((now - self._last) / count)
-        self._last = now
-
-    def end(self) -> None:
-        """The choice is complete."""
-        self._whole.observe(time.monotonic() - self._start)
+    def render(self, engine: AsyncEngine, life: Life, measures: Measures | None) -> bytes:
+        """The exposition text. ``measures`` is ``None`` where the engine does not answer."""
+        registry = CollectorRegistry()
+        registry.register(Snapshot(engine, life, measures, self.answered, self.errors))
+        return generate_latest(registry)

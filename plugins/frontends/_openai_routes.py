@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import logging
-import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from engine.core.errors import EngineError
+from engine.core.keys import Keys
 from engine.core.outputs import Chunk, Completion
 from engine.core.protocols import ToolParser
 from engine.core.serve.client import AsyncEngine
 from engine.core.serve.streams import Gather, Group
-from engine.plugins.frontends._about import about, health_of
 from engine.plugins.frontends._cache_routes import CacheRoutes
-from engine.plugins.frontends._endpoints import PROMETHEUS, Endpoints, id_of
+from engine.plugins.frontends._endpoints import Endpoints, id_of, tenant_of
 from engine.plugins.frontends._errors import HTTPError, failed, too_late
+from engine.plugins.frontends._life import Life
 from engine.plugins.frontends._metrics import Metrics
 from engine.plugins.frontends._openai_answers import Answers, ChatAnswers
 from engine.plugins.frontends._openai_docs import describe_bodies
@@ -33,9 +31,9 @@ from engine.plugins.frontends._openai_tokens import (
     rendered,
     tokenize,
 )
+from engine.plugins.frontends._server_routes import ServerRoutes
+from engine.plugins.frontends._watched import Watched, log_prompts
 from engine.plugins.frontends._wire import EventStream, json_response, until_gone
-
-log = logging.getLogger(__name__)
 
 Pieces = AsyncGenerator[tuple[int, Chunk], None]
 """Which choice, and what is new of it."""
@@ -50,23 +48,26 @@ class Routes(Endpoints):
         parser: ToolParser,
         *,
         name: str,
-        api_key: str | None,
+        keys: Keys | None,
         max_body_bytes: int,
         slow_reader_s: float,
+        open_paths: Sequence[str] = (),
     ) -> None:
-        super().__init__(api_key=api_key, max_body_bytes=max_body_bytes)
+        super().__init__(keys=keys, max_body_bytes=max_body_bytes, open_paths=open_paths)
         self.engine = engine
         self.name = name
         self.metrics = Metrics()
+        self.life = Life(engine, engine.config.progress_timeout)
         self._names = {name, engine.config.model, engine.model.name}
         self._patience = slow_reader_s
         self._created = int(time.time())
         self._preparer = Preparer(engine, name, self._check_model, parser)
-        self._incarnation = secrets.token_hex(8)
 
     def app(self) -> FastAPI:
         """The ASGI application."""
+        config = self.engine.config
         cache = CacheRoutes(self.engine, max_body_bytes=self._max_body, patience=self._patience, failure=self.failure)
+        server = ServerRoutes(self.engine, name=self.name, life=self.life, metrics=self.metrics)
         routes = (
             ("/v1/chat/completions", "POST", self.chat, True),
             ("/v1/completions", "POST", self.completions, True),
@@ -77,13 +78,11 @@ class Routes(Endpoints):
             ("/detokenize", "POST", self.detokenize, True),
             ("/v1/models", "GET", self.models, True),
             ("/v1/models/{name:path}", "GET", self.model, True),
-            ("/v1/engine", "GET", self.describe, True),
-            ("/health", "GET", self.health, False),
-            ("/metrics", "GET", self.scrape, False),
-            ("/version", "GET", self.version, False),
+            *server.routes(),
             *cache.routes(),
         )
-        app = self.build("Sixhooks", routes)
+        app = self.build("Sixhooks", routes, origins=config.cors_origin)
+        app.add_middleware(Watched, life=self.life, answered=self.metrics.answered, log=config.log_requests)
         describe_bodies(app)
         return app
 
@@ -100,6 +99,7 @@ class Routes(Endpoints):
     async def responses(self, request: Request) -> Response:
         """Answer a conversation, as items. Nothing is stored."""
         asked, job = await self.read(request, lambda body: self._preparer.prepare_response(body, id_of(request)))
+        job = self._whose(request, job)
         events = ResponseEvents(self.name, asked, job.wish, self.engine.tokenizer)
         headers = {"x-request-id": id_of(request)}
         group = self.engine.submit_many(job.asks, checked=True)
@@ -152,27 +152,6 @@ class Routes(Endpoints):
         self._check_model(request.path_params["name"])
         return json_response(self._model_card())
 
-    async def describe(self, request: Request) -> Response:
-        """What this engine is, for whoever routes requests. Always 200."""
-        return json_response(about(self.engine, self.name, self._incarnation))
-
-    async def health(self, request: Request) -> Response:
-        """200 while the engine lives and gets on, else 503 with the cause."""
-        body = health_of(self.engine)
-        return json_response(body, 200 if body["status"] == "ok" else 503)
-
-    async def scrape(self, request: Request) -> Response:
-        """Prometheus metrics. Never fails because of the engine."""
-        snapshot = self.metrics.snapshot
-        snapshot.up = self.engine.health().ok
-        try:
-            snapshot.stats = await self.engine.stats()
-        except EngineError as error:
-            log.warning("metrics without the engine's part: %s", error)
-            snapshot.stats = None
-        snapshot.accepted, snapshot.ended = self.engine.ledger.accepted, dict(self.engine.ledger.ended)
-        return Response(self.metrics.render(), media_type=PROMETHEUS)
-
     # ---- generation
 
     async def _generate(self, request: Request, schema: type[Sampling], shape: type[Answers]) -> Response:
@@ -208,7 +187,14 @@ class Routes(Endpoints):
         return all_of_them()
 
     async def _prepared(self, request: Request, schema: type[Sampling]) -> Job:
-        return await self.read(request, lambda body: self._preparer.prepare(body, schema, id_of(request)))
+        job = await self.read(request, lambda body: self._preparer.prepare(body, schema, id_of(request)))
+        return self._whose(request, job)
+
+    def _whose(self, request: Request, job: Job) -> Job:
+        """The job with who asks for it; its prompts are logged, if that was asked for."""
+        if self.engine.config.log_prompts:
+            log_prompts(id_of(request), job.texts, [ask.tokens for ask in job.asks])
+        return job.of(tenant_of(request), request.headers.get("traceparent", ""))
 
     async def _collect(self, count: int, pieces: Pieces) -> list[Completion]:
         """All choices to their end. Raises ``HTTPError`` where the engine gave up on one."""
@@ -221,16 +207,12 @@ class Routes(Endpoints):
         return [found[index] for index in range(count)]
 
     async def _follow(self, group: Group) -> Pieces:
-        """Pieces as they come, timed. Raises ``HTTPError`` where the engine gave up on a choice."""
-        timers = [self.metrics.timer() for _ in group.streams]
+        """Pieces as they come. Raises ``HTTPError`` where the engine gave up on a choice."""
         async for index, chunk in group:
-            timers[index].tokens(len(chunk.token_ids))
-            if chunk.finish_reason is not None:
-                timers[index].end()
-                if chunk.finish_reason == "error":
-                    raise failed(chunk.detail)
-                if chunk.finish_reason == "timeout":
-                    raise too_late(chunk.detail, self.engine.ledger.ends.wait_for(1))
+            if chunk.finish_reason == "error":
+                raise failed(chunk.detail)
+            if chunk.finish_reason == "timeout":
+                raise too_late(chunk.detail, self.engine.ledger.ends.wait_for(1))
             yield index, chunk
 
     async def _events(self, count: int, pieces: Pieces, answers: Answers) -> AsyncIterator[dict[str, Any] | str]:
@@ -259,8 +241,12 @@ class Routes(Endpoints):
     def failure(self, error: Exception) -> HTTPError:
         """As everywhere; counted, also where it is the last event of a stream."""
         failure = super().failure(error)
-        self.metrics.snapshot.refused[str(failure.status)] += 1
+        self.metrics.errors[str(failure.status)] += 1
         return failure
+
+    def check_accepts(self) -> None:
+        """Nothing new while the server drains."""
+        self.life.check_accepts()
 
     def _check_model(self, name: str) -> None:
         if name not in self._names:

@@ -7,7 +7,7 @@ import contextlib
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import uvicorn
 from fastapi import FastAPI
@@ -18,7 +18,21 @@ STARTED_POLL = 0.01  # seconds between two looks whether it listens
 
 
 class Server(uvicorn.Server):
-    """uvicorn without its own signal handling, which would end the process by the signal instead of exit code 0."""
+    """uvicorn without its own signal handling, which would end the process by the signal instead of exit code 0.
+
+    Args:
+        drains: the first signal is only remembered, for whoever lets open requests end before ``should_exit``.
+        reload: called on SIGHUP; ``None``: SIGHUP ends the process, as ever.
+
+    Attribute ``told``: set by the first SIGINT or SIGTERM.
+    """
+
+    def __init__(
+        self, config: uvicorn.Config, *, drains: bool = False, reload: Callable[[], None] | None = None
+    ) -> None:
+        super().__init__(config)
+        self.told = asyncio.Event()
+        self._drains, self._reload = drains, reload
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -32,9 +46,11 @@ class Server(uvicorn.Server):
             yield
             return
         loop = asyncio.get_running_loop()
-        handled = (signal.SIGINT, signal.SIGTERM)
-        for number in handled:
-            loop.add_signal_handler(number, self._on_signal)
+        handled: dict[int, Callable[[], None]] = dict.fromkeys((signal.SIGINT, signal.SIGTERM), self._on_signal)
+        if self._reload is not None:
+            handled[signal.SIGHUP] = self._reload
+        for number, handler in handled.items():
+            loop.add_signal_handler(number, handler)
         try:
             yield
         finally:
@@ -42,32 +58,42 @@ class Server(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def _on_signal(self) -> None:
-        self.force_exit = self.should_exit
+        if self._drains and not self.told.is_set():
+            self.told.set()
+            return
+        if self.told.is_set():
+            self.force_exit, self.config.timeout_graceful_shutdown = True, 0
+        self.told.set()
         self.should_exit = True
 
 
 @contextlib.asynccontextmanager
 async def serving(
-    app: FastAPI, sock: socket.socket, *, grace: float
+    app: FastAPI,
+    sock: socket.socket,
+    *,
+    grace: float,
+    drains: bool = False,
+    reload: Callable[[], None] | None = None,
 ) -> AsyncIterator[tuple[Server, asyncio.Task[None]]]:
     """Serve ``app`` on a socket. Inside, connections are accepted; leaving waits for the end: a signal, or
     ``server.should_exit``.
 
     Args:
         grace: seconds that open requests have to end then.
+        drains, reload: as ``Server`` has them.
 
     Raises:
         EngineError: it has ended before it listened.
     """
-    server = Server(
-        uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            timeout_graceful_shutdown=grace,  # type: ignore[arg-type]  # any number works
-        )
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=grace,  # type: ignore[arg-type]  # any number works
     )
+    server = Server(config, drains=drains, reload=reload)
     task = asyncio.create_task(server.serve([sock]))
     with server.signals():
         while not (server.started or task.done()):

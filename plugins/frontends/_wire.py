@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -12,6 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from engine.core.keys import Keys
 from engine.plugins.frontends._errors import HTTPError
 
 T = TypeVar("T")
@@ -53,13 +53,14 @@ async def read_body(request: Request, limit: int) -> bytes:
     return b"".join(pieces)
 
 
-def authorize(request: Request, key: str | None) -> None:
-    """Raise ``HTTPError`` 401 where the request does not carry the key; ``None``: nobody needs one."""
-    if key is None:
-        return
+def authorize(request: Request, keys: Keys | None) -> str:
+    """The label of the key that the request carries. ``None``: nobody needs one. Raises ``HTTPError`` 401."""
+    if keys is None:
+        return ""
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), key.encode()):
-        return
+    holder = keys.holder(given.strip()) if scheme.lower() == "bearer" else None
+    if holder is not None:
+        return holder
     words = "the API key is wrong" if given else "an API key is required: Authorization: Bearer KEY"
     raise HTTPError(401, words, "authentication_error", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 

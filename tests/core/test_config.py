@@ -272,7 +272,7 @@ def test_options_are_for_whoever_is_selected_at_last():
 
 def test_none_and_truth_in_text():
     loaded = load_config(env={"ENGINE_NUM_PAGES": "none", "ENGINE_OVERLAP": "on", "ENGINE_API_KEY": "none"})
-    assert (loaded.config.num_pages, loaded.config.overlap, loaded.config.api_key) == (None, True, "none")
+    assert (loaded.config.num_pages, loaded.config.overlap, loaded.config.api_key) == (None, True, ("none",))
 
 
 def test_flags_and_variables_of_a_key():

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from engine import AsyncEngine
+from engine.cli.serve import prepare
 from engine.core import (
     Connector,
     EngineConfig,
@@ -27,6 +28,7 @@ from engine.core import (
 from engine.core.contract import HOOKS, parameters
 from engine.core.protocols import ROLES, Plugin
 from engine.http import http_app
+from engine.plugins.frontends.openai import OpenAIFrontend
 from engine.testing import ScriptedModel, make_core
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "contract.md").read_text()
@@ -344,6 +346,9 @@ def mounted():
         http_app(engine)
     finally:
         engine.shutdown()
+    frontend = OpenAIFrontend()
+    prepare(frontend, EngineConfig(api_key=("one", "two"), port=0))
+    frontend.close()
 
 
 def pages_of_examples():

@@ -131,7 +131,7 @@ class OpenAIClient(FrontendClient):
     def healthy(self) -> bool:
         """Status 200."""
         with closing(self._connect()) as connection:
-            connection.request("GET", "/health")
+            connection.request("GET", "/health", headers=self._authorization())
             with connection.getresponse() as response:
                 response.read()
                 return response.status == 200
@@ -139,13 +139,14 @@ class OpenAIClient(FrontendClient):
     def _wish(self, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
         return {"prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0}
 
+    def _authorization(self) -> dict[str, str]:
+        return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
+
     def _connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection(self.host, self.port, timeout=self.timeout)
 
     def _send(self, connection: http.client.HTTPConnection, body: Any) -> None:
-        headers = {"Content-Type": "application/json"}
-        if self.api_key is not None:
-            headers["Authorization"] = f"Bearer {self.api_key}"
+        headers = {"Content-Type": "application/json", **self._authorization()}
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         connection.request("POST", "/v1/completions", data, headers)
 

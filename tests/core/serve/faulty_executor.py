@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 from engine.core.plan import Outcome, Plan
+from engine.core.protocols import ModelInfo
 from engine.plugins.executors.sim import SimExecutor
 
 RAISE, SLEEP, ROW_ERROR, ESCAPE, NONSENSE = 40_001, 40_002, 40_003, 40_004, 40_005
@@ -12,6 +14,18 @@ RAISE, SLEEP, ROW_ERROR, ESCAPE, NONSENSE = 40_001, 40_002, 40_003, 40_004, 40_0
 
 class Escape(BaseException):
     """Not an ``Exception``: nobody in the step may catch it."""
+
+
+class SlowToLoad(SimExecutor):
+    """Its model is loaded once a file is there: the one that the variable ``LOAD_WHEN`` names."""
+
+    name = "slow-to-load"
+
+    def load(self) -> ModelInfo:
+        """Wait."""
+        while not os.path.exists(os.environ["LOAD_WHEN"]):
+            time.sleep(0.02)
+        return super().load()
 
 
 class FaultyExecutor(SimExecutor):

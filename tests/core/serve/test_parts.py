@@ -9,6 +9,7 @@ import pytest
 
 from engine import EngineConfig, InvalidRequest, QueueFull, SamplingParams
 from engine.core.errors import ConfigError, EngineError
+from engine.core.histograms import Histogram
 from engine.core.models.source import resolve
 from engine.core.models.tokenizer import Tokenizer, load_tokenizer
 from engine.core.plan import Delta
@@ -28,6 +29,7 @@ from engine.core.serve.messages import (
     Ready,
     Refused,
     Shutdown,
+    Started,
     Stats,
     Submit,
     decode_command,
@@ -102,16 +104,33 @@ def test_watchdog_does_not_blame_others_for_its_own_sleep() -> None:
     assert "no sign of life" in str(wait(clock, dog, 6, None))
 
 
+def test_readiness_goes_by_what_advances_not_by_steps() -> None:
+    clock = Clock()
+    dog = Watchdog(5, 20, clock)
+    wait(clock, dog, 100, (3, False))
+    assert (dog.stall, round(dog.silence, 3)) == (0, 0)
+    for step in range(50):  # steps that bring nothing
+        clock.now += 0.1
+        dog.beat(step, True, 7)
+    assert round(dog.stall, 3) == 4.9  # since the beat that first said there is work
+    dog.beat(51, True, 8)
+    assert dog.stall == 0
+    clock.now += 3
+    assert (round(dog.stall, 3), round(dog.silence, 3)) == (3, 3)
+    dog.beat(51, False, 8)
+    assert (dog.stall, dog.silence) == (0, 0)
+
+
 MESSAGES: list[Command | Event] = [
     Submit([Add("a", [1, 2**40], SamplingParams(seed=-(2**63), stop=("ü",), stop_token_ids=(3,)), -1, "s", {"t": 1})]),
     Abort(["a", "b"], Finish.STOP, "END"),
     AskStats(7),
     Shutdown(),
     Ready(LIMITS, ModelInfo(name="m", vocab_size=9, max_model_len=8, eos_ids=frozenset({2, 3})), {"a": [1]}),
-    Outputs([Delta("a", (1, 2), Finish.LENGTH, "kv_capacity", 4, 5, 6), Delta("b", ())]),
+    Outputs([Delta("a", (1, 2), Finish.LENGTH, "kv_capacity", 4, 5, 6), Delta("b", ())], [Started("a", 0.5, "pages")]),
     Refused("a", "prompt", "is empty"),
-    Stats(7, {"running": 1, "rate": 0.5}),
-    Heartbeat(3, True),
+    Stats(7, {"running": 1, "rate": 0.5}, {"step_seconds": Histogram((0.1, 1.0), [1, 2, 3], 9.5)}, {"pages": 2}),
+    Heartbeat(3, True, 2),
     Fatal("ConfigError", "no", "trace"),
 ]
 

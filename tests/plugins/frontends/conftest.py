@@ -24,7 +24,13 @@ START_SECONDS = 120.0
 class Server:
     """A running ``engine serve``."""
 
-    def __init__(self, *flags: str, own_group: bool = False) -> None:
+    def __init__(
+        self,
+        *flags: str,
+        own_group: bool = False,
+        until: str = r"listening on (\S+)",
+        env: dict[str, str] | None = None,
+    ) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-c", "from engine.cli import main; main()", "serve", "--port", "0", *flags],
             stdout=subprocess.PIPE,
@@ -34,12 +40,13 @@ class Server:
             env={
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(filter(None, (str(FAULTS), os.environ.get("PYTHONPATH")))),
+                **(env or {}),
             },
         )
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        self.url = self._wait_for(r"listening on (\S+)")
+        self.url = self._wait_for(until)
         pid = re.search(r"^core +process (\d+)", self.output, re.MULTILINE)
         self.core_pid = int(pid[1]) if pid else None
         self.http = httpx.Client(base_url=self.url, timeout=60)
@@ -130,8 +137,8 @@ def start() -> Iterator[Callable[..., Server]]:
     """Starts servers with flags of one's own; those that still run at the end are ended."""
     started: list[Server] = []
 
-    def start(*flags: str, own_group: bool = False) -> Server:
-        started.append(Server(*flags, own_group=own_group))
+    def start(*flags: str, **more: Any) -> Server:
+        started.append(Server(*flags, **more))
         return started[-1]
 
     yield start

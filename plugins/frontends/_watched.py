@@ -1,0 +1,85 @@
+"""What is counted and logged of every HTTP request, around the application."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from engine.plugins.frontends._life import Life
+
+requests_log = logging.getLogger("engine.requests")
+CLIENT_CLOSED = 499
+UNKNOWN = "unknown"
+
+
+class Answered:
+    """Counts of HTTP requests by the route's path and the status. Bounded: a path that is no route is ``unknown``.
+
+    Status 499 is a client that left before its answer was complete.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[tuple[str, int]] = Counter()
+
+    def add(self, path: str, status: int) -> None:
+        """One more. Mutates."""
+        self.counts[path, status] += 1
+
+
+class Watched:
+    """ASGI middleware: every request is counted once, when it has ended; those with a body count as work meanwhile."""
+
+    def __init__(self, app: ASGIApp, *, life: Life | None, answered: Answered, log: bool) -> None:
+        self._app, self._life, self._answered, self._log = app, life, answered, log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass everything on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, status, complete = time.monotonic(), CLIENT_CLOSED, False
+
+        async def put(message: Message) -> None:
+            nonlocal status, complete
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+            complete = complete or (message["type"] == "http.response.body" and not message.get("more_body", False))
+
+        try:
+            if self._life is not None and scope["method"] == "POST":
+                with self._life.answering():
+                    await self._app(scope, receive, put)
+            else:
+                await self._app(scope, receive, put)
+        finally:
+            said = status if complete else CLIENT_CLOSED
+            self._answered.add(path_of(scope), said)
+            if self._log:
+                log_request(scope, said, time.monotonic() - began)
+
+
+def log_prompts(request_id: str, texts: Sequence[str | None], tokens: Sequence[Sequence[int]]) -> None:
+    """What was asked, as text where it came as text, else as token ids. For those who have asked for it."""
+    for text, ids in zip(texts, tokens, strict=True):
+        requests_log.info("prompt of %s: %s", request_id, list(ids) if text is None else repr(text))
+
+
+def path_of(scope: Scope) -> str:
+    """The path of the route that has answered."""
+    path: str = getattr(scope.get("route"), "path", UNKNOWN)
+    return path
+
+
+def log_request(scope: Scope, status: int, seconds: float) -> None:
+    """One line: nothing of a body, nothing of a header but the request's id."""
+    state: dict[str, Any] = scope.get("state") or {}
+    requests_log.info(
+        "%s %s %d %.3f s id=%s tenant=%s", scope["method"], path_of(scope), status, seconds, state.get("id", "-"),
+        state.get("tenant") or "-",
+    )  # fmt: skip
