@@ -26,6 +26,7 @@ OPTIONAL = {
     "triton": "GPU kernels",
     "flashinfer-python": "GPU attention",
     "nixl": "KV transfer",
+    "llguidance": "structured output and required tool calls: pip install 'sixhooks[grammar]'",
     "uvloop": "faster HTTP",
 }
 OLDER_NAMES = {  # GPT-2 and its relatives
@@ -98,7 +99,7 @@ def plugins(loaded: LoadedConfig) -> Iterator[Finding]:
     from engine.core.capabilities import problem, report
     from engine.core.effective import checked_options, selected
     from engine.core.handoff import check_role, with_role
-    from engine.core.protocols import Attention, Connector
+    from engine.core.protocols import Attention, Connector, GrammarCompiler
     from engine.core.registry import Registry, build
 
     registry = Registry()
@@ -114,7 +115,8 @@ def plugins(loaded: LoadedConfig) -> Iterator[Finding]:
                 device, dtype = place(loaded.config)
                 words.append(made[-1].prepare(device=device, dtype=dtype))
             made[-1].close()
-            yield Finding("ok", one.role, "; ".join(words))
+            missing = made[-1].missing() if isinstance(made[-1], GrammarCompiler) else None
+            yield Finding("absent" if missing else "ok", one.role, "; ".join([*words, *filter(None, [missing])]))
         except EngineError as error:
             yield Finding("missing", one.role, str(error))
     try:

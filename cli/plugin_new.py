@@ -13,6 +13,9 @@ import typer
 from engine.core.errors import ConfigError, PluginError, suggest
 
 BUILDS_WHEELS = "70.1"  # setuptools: the first that needs no other package
+ROLE_NAMES = (
+    "policy", "scheduler", "kvcache", "executor", "connector", "attention", "frontend", "grammar", "tool_parser",
+)  # fmt: skip
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 
@@ -20,7 +23,10 @@ def new(
     name: Annotated[str, typer.Argument(help="Of the plugin and its package, e.g. shortest-first.")],
     role: Annotated[
         str,
-        typer.Option("--role", help="policy, scheduler, kvcache, executor, connector, attention or frontend."),
+        typer.Option(
+            "--role",
+            help=f"One of {', '.join(ROLE_NAMES)}.",
+        ),
     ],
 ) -> None:
     """Write a complete package into ./NAME: code, tests that subclass the role's suite, pyproject.toml, README.
@@ -78,7 +84,7 @@ def write(name: str, role: str, where: Path) -> Path:
         "ROLE": role,
         "GROUP": GROUPS[role],
         "SUITE": SUITE[role],
-        "FLAG": f"--{role}",
+        "FLAG": f"--{role.replace('_', '-')}",
     }
     files = {
         "pyproject.toml": PYPROJECT,

@@ -5,7 +5,9 @@ from __future__ import annotations
 from engine.cli.plugin_template_attention import ATTENTION
 from engine.cli.plugin_template_connector import CONNECTOR
 from engine.cli.plugin_template_frontend import FRONTEND
+from engine.cli.plugin_template_grammar import GRAMMAR
 from engine.cli.plugin_template_kvcache import KVCACHE
+from engine.cli.plugin_template_tools import TOOLS
 
 PYPROJECT = """
 [build-system]
@@ -64,6 +66,8 @@ SUITE = {
     "connector": "ConnectorSuite",
     "attention": "AttentionSuite",
     "frontend": "FrontendSuite",
+    "grammar": "GrammarSuite",
+    "tool_parser": "ToolParserSuite",
 }
 
 POLICY = '''
@@ -192,5 +196,7 @@ CODE = {
     "connector": CONNECTOR,
     "attention": ATTENTION,
     "frontend": FRONTEND,
+    "grammar": GRAMMAR,
+    "tool_parser": TOOLS,
 }
 """Role -> the package's code."""

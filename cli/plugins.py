@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from engine.cli.flags import with_config
-from engine.core.config import EngineConfig, LoadedConfig
+from engine.core.config import ROLE_KEYS, SINGULAR, EngineConfig, LoadedConfig
 from engine.core.errors import EngineError
 
 if TYPE_CHECKING:
@@ -19,11 +19,7 @@ if TYPE_CHECKING:
     from engine.core.registry import PluginListing, Registry
 
 EXIT_REFUSED = 2
-SERVING_ONLY = tuple(
-    name
-    for name in EngineConfig.model_fields
-    if name not in {"scheduler", "kvcache", "executor", "attention", "frontend", "policies", "connectors"}
-)
+SERVING_ONLY = tuple(name for name in EngineConfig.model_fields if name not in {*ROLE_KEYS, *SINGULAR})
 
 
 @dataclasses.dataclass

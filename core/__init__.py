@@ -22,6 +22,7 @@ from engine.core.errors import (
     PluginError,
     QueueFull,
 )
+from engine.core.grammar import Grammar, GrammarError, Vocabulary
 from engine.core.hookspecs import hookimpl
 from engine.core.loop import EngineCore
 from engine.core.plan import (
@@ -40,23 +41,28 @@ from engine.core.plan import (
 )
 from engine.core.protocols import (
     Attention,
+    CompiledGrammar,
     Connector,
     Context,
     Executor,
     Frontend,
+    GrammarCompiler,
     KVCache,
     Limits,
     Match,
+    Matcher,
     ModelInfo,
     Plugin,
     PluginOptions,
     Policy,
     Publication,
     Scheduler,
+    ToolParser,
 )
 from engine.core.request import Finish, Request, State
 from engine.core.sampling import SAMPLING, SamplingParams, TokenLogprobs
 from engine.core.step import Step
+from engine.core.tools import CallPiece, Heard, Tool, ToolCall
 from engine.core.version import API_VERSION
 from engine.core.view import StepView
 
@@ -72,7 +78,9 @@ __all__ = [
     "CacheLog",
     "CacheSnapshot",
     "CacheWatcher",
+    "CallPiece",
     "Candidate",
+    "CompiledGrammar",
     "ConfigError",
     "Connector",
     "Context",
@@ -86,12 +94,17 @@ __all__ = [
     "Executor",
     "Finish",
     "Frontend",
+    "Grammar",
+    "GrammarCompiler",
+    "GrammarError",
+    "Heard",
     "InvalidRequest",
     "InvariantViolation",
     "KVCache",
     "KVNumbers",
     "Limits",
     "Match",
+    "Matcher",
     "ModelError",
     "ModelInfo",
     "OutOfPages",
@@ -115,6 +128,10 @@ __all__ = [
     "StepView",
     "TokenLogprobs",
     "TooOld",
+    "Tool",
+    "ToolCall",
+    "ToolParser",
+    "Vocabulary",
     "Transfer",
     "TransferEvent",
     "Wait",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from engine.core.capabilities import Report, label, report
 from engine.core.config import EngineConfig, Selection, parse_bytes
-from engine.core.errors import ConfigError
+from engine.core.errors import ConfigError, ModelError
+from engine.core.grammar import Vocabulary, vocabulary_of
 from engine.core.handoff import check_role, with_role
 from engine.core.loop import EngineCore
 from engine.core.protocols import (
@@ -16,6 +18,7 @@ from engine.core.protocols import (
     Attention,
     Connector,
     Executor,
+    GrammarCompiler,
     KVCache,
     Limits,
     ModelInfo,
@@ -36,6 +39,7 @@ DEFAULT_BATCH_TOKENS = 2048
 REQUEST_LIMITS = (
     "max_waiting", "max_waiting_tokens", "queue_timeout", "max_n", "max_logprobs", "max_prompt_logprobs",
     "max_stop_strings", "max_stop_length", "max_stop_token_ids", "max_logit_bias",
+    "max_grammar_bytes",
 )  # fmt: skip
 
 P = TypeVar("P", bound=Plugin)
@@ -89,6 +93,7 @@ class Choice:
         self._config, self._registry = config, registry
         self.chosen: list[tuple[Found, Plugin]] = []
         self.attention: Attention | None = None
+        self.no_grammars: str | None = None
         self._adopted = False  # the executor starts and closes its attention backend once it was told of it
 
     def pick(self) -> None:
@@ -101,6 +106,8 @@ class Choice:
         for selection in config.connectors:
             self._pick("connector", selection)
         check_role(config.role, map(type, self.of(Connector)), self._registry)
+        self._pick("grammar", config.grammar)
+        self.no_grammars = self._missing_for_grammars()
         self._pick("executor", config.executor)  # late: importing one may take seconds, a misspelt name should not
         if self.executor.uses_attention:
             self._pick("attention", config.attention)
@@ -131,6 +138,19 @@ class Choice:
         return self._only(KVCache)
 
     @property
+    def grammar(self) -> GrammarCompiler:
+        """What compiles grammars."""
+        return self._only(GrammarCompiler)
+
+    def _missing_for_grammars(self) -> str | None:
+        """Why there are no grammars, where they were not asked for. Raises ``ConfigError`` where they were."""
+        chosen = self._config.grammar
+        why = self.grammar.missing()
+        if why is not None and chosen != EngineConfig.model_fields["grammar"].default:
+            raise ConfigError(f"grammar {chosen.name!r} cannot be used: {why}")
+        return why
+
+    @property
     def executor(self) -> Executor:
         """The executor."""
         return self._only(Executor)
@@ -147,6 +167,8 @@ class Choice:
         executors = self.of(Executor)
         if self._config.overlap and executors and not executors[0].overlaps:
             downgrades.append(f"executor {executors[0].name} cannot overlap: steps are planned and computed in turns")
+        if self.no_grammars is not None:
+            downgrades.append(f"requests with a grammar are refused: {self.no_grammars}")
         notes = [f"{found.role} {plugin.name!r}: {note}" for found, plugin in self.chosen for note in found.notes]
         return report([plugin for _, plugin in self.chosen], self._registry, downgrades=downgrades, notes=notes)
 
@@ -166,6 +188,7 @@ def _build(config: EngineConfig, choice: Choice, core: type[EngineCore], feed: C
     executor = choice.executor
     model = choice.load()
     limits = size_limits(config, model, executor)
+    limits = replace(limits, **_grammars(choice))
     executor.allocate(limits.num_pages, limits.page_size)
     overlap = config.overlap and executor.overlaps
     built = core(
@@ -180,6 +203,10 @@ def _build(config: EngineConfig, choice: Choice, core: type[EngineCore], feed: C
         audit_every_step=config.audit,
         ask_seconds=config.ask_seconds,
         cache_feed=feed,
+        grammar=choice.grammar,
+        vocabulary=lambda: _vocabulary(config, model),
+        grammar_seconds=config.grammar_seconds,
+        grammar_threads=config.grammar_threads,
         description={
             **_describe(choice.chosen, model, limits),
             "loop": "overlap" if overlap else "sync",
@@ -191,6 +218,23 @@ def _build(config: EngineConfig, choice: Choice, core: type[EngineCore], feed: C
         log.warning("%s", words)
     built.describe_also(report=summary.plain())
     return built
+
+
+def _grammars(choice: Choice) -> dict[str, Any]:
+    """What ``Limits`` says of grammars."""
+    if choice.no_grammars is not None:
+        return {"no_grammars": choice.no_grammars}
+    return {"grammars": tuple(choice.grammar.kinds), "no_grammars": ""}
+
+
+def _vocabulary(config: EngineConfig, model: ModelInfo) -> Vocabulary:
+    """The served model's vocabulary, for grammars. Raises ``ModelError`` where it has no tokenizer."""
+    from engine.core.serve.text import find_tokenizer
+
+    tokenizer = find_tokenizer(config)
+    if tokenizer is None:
+        raise ModelError("the served model has no tokenizer")
+    return vocabulary_of(tokenizer, model)
 
 
 def size_limits(config: EngineConfig, model: ModelInfo, executor: Executor) -> Limits:

@@ -87,7 +87,9 @@ class EngineConfig(BaseModel):
     kvcache: Selected = Field(Selection(name="paged"), description="how cached prefixes are indexed")
     executor: Selected = Field(Selection(name="torch"), description="what computes the steps")
     attention: Selected = Field(Selection(name="auto"), description="attention backend of the executor")
+    grammar: Selected = Field(Selection(name="llguidance"), description="what compiles grammars (structured output)")
     frontend: Selected = Field(Selection(name="openai"), description="what serves people")
+    tool_parser: Selected = Field(Selection(name="hermes"), description="how the model writes tool calls")
     policies: SelectedMany = Field((), description="small plugins that answer one hook; the first is asked first")
     connectors: SelectedMany = Field((), description="what moves KV to other engines and tiers")
     role: Literal["both", "prefill", "decode"] = Field(
@@ -111,6 +113,9 @@ class EngineConfig(BaseModel):
     max_stop_length: int = Field(1024, ge=1, description="most characters of a stop string")
     max_stop_token_ids: int = Field(128, ge=0, description="most stop tokens of one request")
     max_logit_bias: int = Field(1024, ge=0, description="most entries of a logit_bias")
+    max_grammar_bytes: int = Field(65536, ge=1, description="longest grammar or JSON schema of a request")
+    grammar_seconds: float = Field(5.0, gt=0, description="seconds that compiling a grammar may take")
+    grammar_threads: int = Field(2, ge=1, description="threads that compile grammars")
     overlap: bool = Field(False, description="plan the next step while one is computed, if the executor can")
     seed: int = Field(0, description="seed of all drawn seeds")
     heartbeat_timeout: float = Field(5.0, gt=0, description="seconds without a sign of life: the engine is dead")
@@ -214,7 +219,7 @@ class LoadedConfig:
     origins: Mapping[str, str] = field(default_factory=dict)
 
 
-ROLE_KEYS = ("scheduler", "kvcache", "executor", "attention", "frontend")
+ROLE_KEYS = ("scheduler", "kvcache", "executor", "attention", "grammar", "frontend", "tool_parser")
 SINGULAR = {"policies": "policy", "connectors": "connector"}
 MANY_KEYS = tuple(SINGULAR)
 

@@ -48,3 +48,14 @@ class Continuations:
             return Row(start, (0,))
         drafts = self._drafts[awaited] if self._drafts else 0
         return Row(start - (drafts + 1 - len(tokens)), tokens[-1:], tokens[:-1])
+
+
+def certain(plan: Plan, row: int, known: Row) -> tuple[int, Sequence[int]]:
+    """How many tokens of a row's request are committed, and what a step in flight has sampled after them.
+
+    Args:
+        known: what ``Continuations.rows`` says of the row.
+    """
+    if not plan.awaits or plan.awaits[row] < 0:
+        return known.start + len(known.tokens), ()
+    return known.start - len(known.before), [*known.before, *known.tokens]

@@ -49,7 +49,8 @@ def selected(
         picks: tuple[Selection, ...] = getattr(config, name)
         keys = keys_of(name, [pick.name for pick in picks])
         several += [Selected(role, key, pick) for key, pick in zip(keys, picks, strict=True) if name in fields]
-    roles = ["scheduler", "kvcache", "frontend", "executor", *(["attention"] if _attends(registry, config) else [])]
+    attending = ["attention"] if _attends(registry, config) else []
+    roles = ["scheduler", "kvcache", "grammar", "frontend", "tool_parser", "executor", *attending]
     chosen = [Selected(role, role, getattr(config, role)) for role in roles if role in fields]
     return [*chosen[:2], *several, *chosen[2:]]
 

@@ -15,16 +15,28 @@ from engine.core.cache_events import CacheLog
 from engine.core.capabilities import label
 from engine.core.composing import composed
 from engine.core.containment import ASK_SECONDS, Naming, started
-from engine.core.errors import EngineDead, ExecutionError, InvariantViolation, QueueFull
+from engine.core.errors import EngineDead, ExecutionError, InvalidRequest, InvariantViolation, QueueFull
 from engine.core.exchange import KV, LONG_REST, REST, Exchange
 from engine.core.explain import explain
 from engine.core.flight import Flight
+from engine.core.grammar import Vocabulary
+from engine.core.grammar_desk import GRAMMAR, GrammarDesk
 from engine.core.hooks import HookBus
 from engine.core.pages import PagePool
 from engine.core.pipeline import Pipeline
 from engine.core.plan import Delta, Outcome, Plan, Transfer, Why
 from engine.core.progress import Progress
-from engine.core.protocols import Connector, Context, Executor, KVCache, Limits, ModelInfo, Policy, Scheduler
+from engine.core.protocols import (
+    Connector,
+    Context,
+    Executor,
+    GrammarCompiler,
+    KVCache,
+    Limits,
+    ModelInfo,
+    Policy,
+    Scheduler,
+)
 from engine.core.queue import WaitingQueue
 from engine.core.request import Finish, Request, SamplingParams, State
 from engine.core.results import ResultApplier, delta
@@ -42,6 +54,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SHORT_REST = 0.001  # seconds
+GRAMMAR_SECONDS = 5.0
 
 
 class EngineCore:
@@ -67,6 +80,10 @@ class EngineCore:
         cache_log: CacheLog | None = None,
         cache_feed: CacheFeed | None = None,
         description: Mapping[str, Any] | None = None,
+        grammar: GrammarCompiler | None = None,
+        vocabulary: Callable[[], Vocabulary] | None = None,
+        grammar_seconds: float = GRAMMAR_SECONDS,
+        grammar_threads: int = 1,
     ) -> None:
         self.limits = limits
         self.model = model
@@ -80,7 +97,7 @@ class EngineCore:
         watch = RequestWatch(lambda: self.requests) if audit_every_step else None
         members = [scheduler, kv, *connectors, *policies]
         self.hooks = HookBus(members, pool=self.pool, watch=watch, ask_seconds=ask_seconds)
-        self._plugins = [executor, kv, scheduler, *connectors, *policies]
+        self._plugins = [executor, kv, scheduler, *connectors, *policies, *([grammar] if grammar is not None else [])]
         self._naming = Naming(self._plugins)
         self._audit = audit_every_step
         self._description = dict(description or {})
@@ -97,6 +114,8 @@ class EngineCore:
         self.arbiter = Arbiter(self.roster, kv, self.pool, self.hooks)
         self.exchange = Exchange(self, connectors)
         self.cache = CacheDesk(self, cache_log, cache_feed)
+        self.grammars = GrammarDesk(self, grammar, vocabulary, seconds=grammar_seconds, threads=grammar_threads)
+        self._refused: list[tuple[str, InvalidRequest]] = []
         self._results = ResultApplier(limits, kv, self.counters, overlap=overlap)
         context = Context(limits=limits, pool=self.pool, model=model)
         for plugin in self._plugins:
@@ -158,6 +177,7 @@ class EngineCore:
         self._check_open()
         params = params or SamplingParams()
         reads = read_cache and getattr(params, "prompt_logprobs", None) is None
+        has_grammar = getattr(params, "grammar", None) is not None
         looks_up = self.exchange.wants(len(tokens), read_cache=reads)
         create = partial(
             self.roster.create,
@@ -172,7 +192,7 @@ class EngineCore:
             write_cache=write_cache,
             deadline=deadline,
             metadata=metadata,
-            parked_on=[*parked_on, KV] if looks_up else parked_on,
+            parked_on=[*parked_on, *([KV] if looks_up else []), *([GRAMMAR] if has_grammar else [])],
         )
         try:
             request = create()
@@ -188,6 +208,8 @@ class EngineCore:
         self._timeouts.watch(request, len(self.requests))
         if looks_up:
             self.exchange.look_up(request)
+        if has_grammar:
+            self.grammars.ask(request)
         self.counters.accepted += 1
         self.counters.prompt_tokens += request.num_prompt
         return request
@@ -208,6 +230,16 @@ class EngineCore:
         """End a request with an error and a diagnosis."""
         self._end_now(request, Finish.ERROR, detail)
 
+    def refuse(self, request: Request, error: InvalidRequest) -> None:
+        """End a request of which it turned out late that it is invalid; see ``take_refused``."""
+        self._refused.append((request.id, error))
+        self.abort(request.id, Finish.ERROR, str(error))
+
+    def take_refused(self) -> list[tuple[str, InvalidRequest]]:
+        """Requests that were refused after they had been queued since the last call, and why."""
+        refused, self._refused = self._refused, []
+        return refused
+
     def _end_now(self, request: Request, finish: Finish, detail: str | None) -> None:
         with self._naming:
             self.roster.withdraw(request)
@@ -219,6 +251,7 @@ class EngineCore:
     def _let_go(self, request: Request) -> None:
         """Return all that a finished request holds. Content that was computed may stay cached."""
         self.exchange.forget(request)
+        self.grammars.forget(request)
         self.kv.release(request, keep=min(request.computed, request.num_tokens) if request.write_cache else 0)
         request.pages = []
         request.planned = request.computed
@@ -235,13 +268,14 @@ class EngineCore:
 
         So whoever plans and commits by hand calls ``take_deltas`` after each commit: ``step`` does it by itself.
         """
-        return bool(self.running or len(self.waiting) or self._outbox or self.exchange or len(self.flight))
+        waited_for = self.exchange or len(self.grammars)
+        return bool(self.running or len(self.waiting) or self._outbox or waited_for or len(self.flight))
 
     @property
     def settled(self) -> bool:
         """Whether nothing is left of any request that was ready, but KV that goes out (``step`` looks after it)."""
         rest = self.running or len(self.waiting) or self._outbox or len(self.flight)
-        return not (rest or self.exchange.incoming)
+        return not (rest or self.exchange.incoming or len(self.grammars))
 
     @property
     def rest(self) -> float:
@@ -275,12 +309,14 @@ class EngineCore:
         for request, words in self._timeouts.due(self.roster.now()):
             self.abort(request.id, Finish.TIMEOUT, words)
         self.exchange.move()
+        if len(self.grammars):
+            self.grammars.collect()
         before = self.flight.oldest
         plan = self.plan()
         if plan:
             self._pipeline.launch(plan)
-        elif self.exchange and before is None:
-            time.sleep(REST)  # there is nothing to do but to wait for a connector
+        elif before is None and (self.exchange or len(self.grammars)):
+            time.sleep(REST)  # there is nothing to do but to wait for a connector, or for a grammar
         if before is not None:
             self._complete(before)
         if self.flight.oldest is plan and not (plan and self.flight.overlap):
@@ -508,6 +544,7 @@ class EngineCore:
         self._pipeline.close()
         for request_id in list(self.requests):
             self.abort(request_id, detail="the engine was closed")
+        self.grammars.close()
         plugins, self._plugins = self._plugins, []
         for plugin in reversed(plugins):
             plugin.close()

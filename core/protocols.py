@@ -16,10 +16,12 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 from engine.core.batch import AttentionLayer, Batch
 from engine.core.errors import ConfigError
+from engine.core.grammar import Grammar, Vocabulary, Words
 from engine.core.hookspecs import hookimpl
 from engine.core.pages import PagePool
 from engine.core.plan import Candidate, EvictionPool, KVNumbers, Outcome, Plan
 from engine.core.request import Request
+from engine.core.tools import Heard, Tool, ToolCall
 from engine.core.values import from_text
 
 if TYPE_CHECKING:
@@ -80,7 +82,10 @@ class Limits:
         max_prompt_logprobs: most log-probabilities reported of one prompt.
         max_stop_strings, max_stop_length: most stop strings of a request, most characters of one.
         max_stop_token_ids, max_logit_bias: most entries.
+        max_grammar_bytes: longest grammar.
         sampling: what the executor acts on of ``engine.core.sampling.SAMPLING``.
+        grammars: kinds of grammar that can be asked for.
+        no_grammars: why there are none, where there are none.
     """
 
     max_model_len: int
@@ -99,7 +104,10 @@ class Limits:
     max_stop_length: int = 1024
     max_stop_token_ids: int = 128
     max_logit_bias: int = 1024
+    max_grammar_bytes: int = 65_536
     sampling: tuple[str, ...] = ()
+    grammars: tuple[str, ...] = ()
+    no_grammars: str = "no grammar compiler was selected"
 
     @property
     def pool_tokens(self) -> int:
@@ -628,6 +636,108 @@ class Frontend(Plugin, ABC):
         raise ConfigError(f"frontend {self.name} cannot be mounted in another application")
 
 
+class Matcher(Protocol):
+    """Follows one output through a grammar, token by token."""
+
+    @property
+    def accepting(self) -> bool:
+        """Whether the output may end here."""
+
+    def fill(self, mask: Words) -> None:
+        """Set the bits of the tokens that may follow, in a mask of zeros; ends only where it is ``accepting``.
+
+        Raises ``GrammarError`` where that has become too complex to say. Mutates the mask only.
+        """
+
+    def accept(self, token: int) -> bool:
+        """Go on by a token, which is no end; False, and nothing has changed, where it cannot follow. Mutates."""
+
+    def rollback(self, count: int) -> None:
+        """Take the last ``count`` tokens back. Mutates."""
+
+
+class CompiledGrammar(Protocol):
+    """A grammar that is ready. May be shared by any number of requests."""
+
+    def matcher(self) -> Matcher:
+        """A new matcher at the beginning, which has nothing in common with others."""
+
+
+class GrammarCompiler(Plugin, ABC):
+    """Turns grammars into masks over the vocabulary.
+
+    Class attribute ``kinds`` says which of ``engine.core.grammar.KINDS`` it takes; others are refused for it.
+    """
+
+    kinds: ClassVar[tuple[str, ...]] = ()
+
+    def missing(self) -> str | None:
+        """What it needs and is not here, with what would help; ``None`` where all is. Asked first, and must be quick.
+
+        The engine then starts without grammars if nobody selected this one by name, else it does not start.
+        """
+        return None
+
+    @abstractmethod
+    def prepare(self, vocabulary: Vocabulary) -> None:
+        """Learn the vocabulary. Called once, before the first ``compile``, in a thread that may take its time."""
+
+    @abstractmethod
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Compile, within bounds: called in threads, several at once, that cannot be stopped.
+
+        Raises:
+            InvalidRequest: it is no grammar of its kind, or has what is not supported: refused, and never ignored.
+        """
+
+
+class ToolStream(Protocol):
+    """Reads one answer for the calls in it. What it says of the whole does not depend on how the text was cut."""
+
+    def push(self, text: str) -> Heard:
+        """More of the answer; returns what is certain now. Mutates."""
+
+    def finish(self) -> Heard:
+        """The answer is over; returns what was held back. Mutates."""
+
+
+class ToolParser(Plugin, ABC):
+    """How a model writes calls of tools. Used by frontends, in their process.
+
+    Class attribute ``marks``: texts that stand around calls; where the model has them as special tokens, they are not
+    left out of the text.
+    """
+
+    marks: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def stream(self) -> ToolStream:
+        """A reader for one answer."""
+
+    @abstractmethod
+    def grammar(self, tools: Sequence[Tool], *, parallel: bool, field: str) -> Grammar:
+        """What an answer is that calls some of these tools and says nothing else: for clients that require it.
+
+        Raises ``InvalidRequest`` where a tool cannot be written so.
+
+        Args:
+            parallel: several calls, or one.
+            field: of the request, for the grammar's own errors.
+        """
+
+    @abstractmethod
+    def instructions(self, tools: Sequence[Tool]) -> str:
+        """What the system's message says of the tools, for models whose chat template knows nothing of them."""
+
+    @abstractmethod
+    def written(self, calls: Sequence[ToolCall]) -> str:
+        """Calls as the model writes them, for the same."""
+
+    @abstractmethod
+    def answered(self, content: str) -> str:
+        """What a tool gave back, as the model is told of it, for the same."""
+
+
 ROLES: Mapping[str, type[Plugin]] = MappingProxyType(
     {
         "scheduler": Scheduler,
@@ -635,8 +745,10 @@ ROLES: Mapping[str, type[Plugin]] = MappingProxyType(
         "attention": Attention,
         "connector": Connector,
         "executor": Executor,
+        "grammar": GrammarCompiler,
         "frontend": Frontend,
         "policy": Policy,
+        "tool_parser": ToolParser,
     }
 )
 """Role name -> base class."""
@@ -648,8 +760,10 @@ GROUPS: Mapping[str, str] = MappingProxyType(
         "attention": "engine.attention",
         "connector": "engine.connectors",
         "executor": "engine.executors",
+        "grammar": "engine.grammars",
         "frontend": "engine.frontends",
         "policy": "engine.policies",
+        "tool_parser": "engine.tool_parsers",
     }
 )
 """Role name -> entry-point group."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from engine.core.grammar import Guide
 from engine.core.identity import pack, page_digests
 from engine.core.sampling import SamplingParams as SamplingParams
 from engine.core.sampling import TokenLogprobs
@@ -75,6 +76,7 @@ class Request:
     started: float | None = None  # when it was first admitted, in seconds on the engine's clock
     cached_tokens: int = 0  # tokens the prefix cache gave at the first admission
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, repr=False)  # from the second token on, if asked
+    guide: Guide | None = field(default=None, repr=False)  # of its grammar: whoever executes asks it what may follow
     preemptions: int = 0
     finish: Finish | None = None
     detail: str | None = None  # more about the finish; for STOP by token, the token id

@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from engine.core.grammar import Grammar
+
 SAMPLING = (
     "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "prompt_logprobs",
+    "grammar",
 )  # fmt: skip
 """What an executor must say that it acts on (``Executor.sampling``). The rest of ``SamplingParams`` every one does."""
 
@@ -35,8 +38,8 @@ class TokenLogprobs(NamedTuple):
 class SamplingParams:
     """How tokens are chosen and when a request ends.
 
-    Logits go through ``logit_bias``, the stop tokens that ``min_tokens`` forbids, the penalties (repetition, then
-    frequency and presence), temperature, top_k, top_p and min_p, in this order.
+    Logits go through ``grammar``, ``logit_bias``, the stop tokens that ``min_tokens`` forbids, the penalties
+    (repetition, then frequency and presence), temperature, top_k, top_p and min_p, in this order.
 
     Args:
         max_tokens: most tokens to generate; ``None`` is all the room the model's length leaves.
@@ -59,6 +62,7 @@ class SamplingParams:
         skip_special_tokens: marks such as end-of-sequence are left out of the text.
         logprobs: report each token's log-probability and so many of its likeliest rivals; ``None``: nothing.
         prompt_logprobs: the same for the prompt's tokens. The prefix cache is then not read.
+        grammar: what the output must be. It ends where the grammar is complete, or cut short by ``max_tokens``.
     """
 
     max_tokens: int | None = None
@@ -81,6 +85,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
     @property
     def greedy(self) -> bool:

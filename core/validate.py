@@ -22,6 +22,7 @@ from engine.core.checks import (
 )
 from engine.core.checks import shown as _shown
 from engine.core.errors import InvalidRequest
+from engine.core.grammar_checks import check_grammar
 from engine.core.identity import pack, surely_below
 from engine.core.protocols import Limits
 from engine.core.sampling import SamplingParams
@@ -61,6 +62,8 @@ def validate(tokens: Sequence[int], params: SamplingParams, limits: Limits) -> V
     _check_stops(params, limits)
     _check_logprobs(params, len(tokens), limits)
     _check_logit_bias(params.logit_bias, limits)
+    if params.grammar is not None:
+        check_grammar(params.grammar, params, limits)
     for name in params.used:
         if name not in limits.sampling:
             raise InvalidRequest(name, "is not supported by the executor that serves here", code="unsupported")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -39,6 +39,8 @@ class ChatTemplate:
         source: the template's text.
         variables: what the template may refer to besides ``messages``, e.g. ``bos_token``.
 
+    Attribute ``takes_tools``: it says something of ``tools``.
+
     Raises:
         ModelError: the template does not compile.
     """
@@ -52,6 +54,7 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _now
         self._variables = dict(variables)
         try:
+            self.takes_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
             self._template = environment.from_string(source)
         except TemplateError as error:
             raise ModelError(f"the model's chat template does not compile: {error}") from error

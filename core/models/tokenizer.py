@@ -92,6 +92,15 @@ class Tokenizer:
         """The text of token ids. Bytes that are not UTF-8 show as replacement marks; unknown ids as nothing."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special)
 
+    def is_special(self, text: str) -> bool:
+        """Whether a text is the name of a mark, which may be left out of the text."""
+        return any(self._added.get(number) == text for number in self.special_ids)
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the model's chat template knows tools."""
+        return self._template is not None and self._template.takes_tools
+
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **extra: Any
     ) -> str:

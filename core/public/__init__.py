@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         PluginError,
         QueueFull,
     )
+    from engine.core.grammar import Grammar
     from engine.core.outputs import Chunk, Completion
     from engine.core.sampling import SamplingParams, TokenLogprobs
     from engine.core.serve.client import AsyncEngine
@@ -34,6 +35,7 @@ __all__ = [
     "EngineConfig",
     "EngineDead",
     "EngineError",
+    "Grammar",
     "InvalidRequest",
     "ModelError",
     "PluginError",
@@ -49,6 +51,7 @@ _HOMES = {
     "Chunk": "engine.core.outputs",
     "Completion": "engine.core.outputs",
     "EngineConfig": "engine.core.config",
+    "Grammar": "engine.core.grammar",
     "SamplingParams": "engine.core.sampling",
     "TokenLogprobs": "engine.core.sampling",
     "http_app": "engine.http",

@@ -156,7 +156,11 @@ class LLM:
             self._streams.pop(item.request_id).fail(error)
         if not self.core.has_work:
             raise EngineError(f"{len(self._streams)} requests are open, but the engine has no work")
-        for delta in self.core.step():
+        deltas = self.core.step()
+        for request_id, refusal in self.core.take_refused():
+            if (refused := self._streams.pop(request_id, None)) is not None:
+                refused.fail(refusal)
+        for delta in deltas:
             stream = self._streams.get(delta.request_id)
             if stream is None:
                 continue

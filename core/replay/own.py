@@ -16,6 +16,7 @@ from dataclasses import asdict
 from typing import Any
 
 from engine.core.errors import ConfigError, PluginError
+from engine.core.grammar_desk import GRAMMAR
 from engine.core.loop import EngineCore
 from engine.core.plan import Outcome, Plan
 from engine.core.protocols import Limits, ModelInfo, Policy
@@ -222,13 +223,13 @@ def _apply(core: EngineCore, kind: str, what: Any, plans: list[Plan]) -> None:
 
 
 def _entry(request: Request, salt: str, parked_on: Sequence[str]) -> dict[str, Any]:
-    """What was added, as plain values: arguments of ``EngineCore.add``."""
+    """What was added, as plain values: arguments of ``EngineCore.add``. Of a grammar only that it was waited for."""
     params, metadata = request.params, {k: v for k, v in request.metadata.items() if _is_json(v)}
     lost = sorted(request.metadata.keys() - metadata.keys())
     return {
         **({"left_out": lost} if lost else {}),
         "tokens": list(request.prompt),
-        "params": asdict(params),
+        "params": {**asdict(params), "grammar": None},
         "more": {
             "request_id": request.id,
             "priority": request.priority,
@@ -238,7 +239,7 @@ def _entry(request: Request, salt: str, parked_on: Sequence[str]) -> dict[str, A
             "read_cache": request.read_cache,
             "write_cache": request.write_cache,
             "metadata": metadata,
-            "parked_on": list(parked_on),
+            "parked_on": [*parked_on, *([] if params.grammar is None else [GRAMMAR])],
         },
     }
 

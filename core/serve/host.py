@@ -97,6 +97,9 @@ class Core(Protocol):
     def step(self) -> list[Delta]:
         """Plan, execute and commit once."""
 
+    def take_refused(self) -> list[tuple[str, InvalidRequest]]:
+        """Requests that turned out to be invalid after they were queued."""
+
     def update_weights(self, new: Any, *, running: Any, version: str | None) -> ModelInfo:
         """Replace weights between two steps."""
 
@@ -267,6 +270,8 @@ class Host:
         began = time.perf_counter()
         deltas = self._core.step()
         started = self._meter.stepped(time.perf_counter() - began)
+        for request_id, refusal in self._core.take_refused():  # before the end that the deltas tell
+            self._emit(Refused(request_id, refusal.field, refusal.message, refusal.code))
         self.steps += 1
         self._quiet = not deltas
         if deltas or started:

@@ -142,7 +142,7 @@ class Launcher:
     def _rows(self, plan: Plan) -> list[Row]:
         """Each row with the tokens that the host knows; 0 stands for those that only the device knows.
 
-        Penalties are counted on the host: it waits for the tokens of requests that use them.
+        Penalties are counted and grammars followed on the host: it waits for the tokens of requests that use them.
         """
         if not any(awaited >= 0 for awaited in plan.awaits):
             return [
@@ -154,7 +154,8 @@ class Launcher:
             if awaited < 0:
                 rows.append(Row(start, request.tokens[start : start + count]))
             else:
-                token = self._before.token(awaited) if request.params.penalised else None
+                followed = request.params.penalised or request.guide is not None
+                token = self._before.token(awaited) if followed else None
                 rows.append(Row(start, (token or 0,)))
         return rows
 
@@ -242,6 +243,6 @@ class Launcher:
 
 def unseen(params: SamplingParams, vocab: int) -> bool:
     """Whether the device can choose without being looked at: the likeliest token, or one drawn in a settled way."""
-    if params.min_tokens or params.penalised or params.logit_bias or params.reports:
+    if params.min_tokens or params.penalised or params.logit_bias or params.reports or params.grammar is not None:
         return False
     return params.greedy or can_ahead(params, vocab)

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.core.continuation import Row
+from engine.core.continuation import Row, certain
+from engine.core.grammar import GrammarError
 from engine.core.plan import Outcome, Plan
-from engine.core.request import Request
 from engine.core.sampling import SamplingParams, TokenLogprobs
 from engine.plugins.executors._sampling_draw import draw
 from engine.plugins.executors._sampling_edits import NOTHING, Editor, Edits, apply
@@ -26,7 +26,7 @@ Argmax = Callable[[Tensor], Tensor]
 
 INFINITY = float("inf")
 NAN = "the model's logits are not numbers (NaN)"
-NONE_LEFT = "every token is forbidden: by logit_bias, stop tokens before min_tokens, or the model itself"
+NONE_LEFT = "every token is forbidden: by a grammar, logit_bias, stop tokens before min_tokens, or the model itself"
 
 
 class Draw(NamedTuple):
@@ -98,8 +98,9 @@ class Sampler:
         tokens: list[tuple[int, ...]] = [()] * len(plan.requests)
         logprobs: dict[int, Sequence[TokenLogprobs]] = {}
         if count:
-            sampled = sample(logits[:count], [self._draw(plan, row, rows[row]) for row in wanted.rows], self.argmax)
-            errors |= {wanted.rows[number]: words for number, words in sampled.bad.items()}
+            draws, lost = self._draws(plan, rows, wanted)
+            sampled = sample(logits[:count], draws, self.argmax)
+            errors |= {wanted.rows[number]: words for number, words in sampled.bad.items()} | lost
             for number, (row, token) in enumerate(zip(wanted.rows, sampled.tokens, strict=True)):
                 if row not in errors:
                     tokens[row] = (token,)
@@ -112,14 +113,26 @@ class Sampler:
         request = plan.requests[row]
         return uniform(seed_of(request, self._seed), request.params.choice, known.start + len(known.tokens))
 
+    def _draws(self, plan: Plan, rows: Sequence[Row], wanted: Wanted) -> tuple[list[Draw], dict[int, str]]:
+        """One for each row that samples; and what is wrong with rows whose grammar cannot be followed."""
+        draws: list[Draw] = []
+        lost: dict[int, str] = {}
+        for row in wanted.rows:
+            try:
+                draws.append(self._draw(plan, row, rows[row]))
+            except GrammarError as error:
+                lost[row] = str(error)
+                draws.append(Draw(plan.requests[row].params))
+        return draws, lost
+
     def _draw(self, plan: Plan, row: int, known: Row) -> Draw:
         request = plan.requests[row]
         params = request.params
         position = known.start + len(known.tokens)
         seed = 0 if params.greedy else seed_of(request, self._seed)
-        if not (params.min_tokens or params.penalised or params.logit_bias):
+        if not (params.min_tokens or params.penalised or params.logit_bias or request.guide):
             return Draw(params, seed, position)
-        committed, pending = _certain(request, known, continues=bool(plan.awaits) and plan.awaits[row] >= 0)
+        committed, pending = certain(plan, row, known)
         return Draw(params, seed, position, self._editor.edits(request, position, committed, pending))
 
     def _prompts(
@@ -138,13 +151,6 @@ class Sampler:
             else:
                 found[row] = mine
         return found, errors
-
-
-def _certain(request: Request, known: Row, *, continues: bool) -> tuple[int, Sequence[int]]:
-    """How many of the request's tokens are committed, and what a step in flight has sampled after them."""
-    if not continues:
-        return known.start + len(known.tokens), ()
-    return known.start - len(known.before), [*known.before, *known.tokens]
 
 
 def argmax(logits: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What changes logits before anything is chosen: biases, tokens that are forbidden yet, penalties. Only rows that ask.
+"""What changes logits before anything is chosen: grammars, biases, what is forbidden yet, penalties. Only where asked.
 
 Penalties follow from a request's tokens alone. Of those that are committed, counts are kept from step to step (they
 only ever grow); tokens that a step in flight has sampled are added for one step. So nothing is to be taken back when a
@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.core.grammar import Words, unpacked
 from engine.core.request import Request
 from engine.core.sampling import SamplingParams
 
@@ -31,11 +32,12 @@ class History(NamedTuple):
 
 
 class Edits(NamedTuple):
-    """What changes one row: bias by token id, ids that are forbidden, and what the penalties count."""
+    """What changes one row: bias by token id, ids that are forbidden, what the penalties count, a grammar's mask."""
 
     bias: tuple[Ids, Counts] | None = None
     banned: tuple[int, ...] = ()
     history: History | None = None
+    mask: Words | None = None
 
 
 NOTHING = Edits()
@@ -108,11 +110,15 @@ class Editor:
         Args:
             committed: so many tokens of the request are certain.
             pending: tokens after those, which a step in flight has sampled.
+
+        Raises:
+            GrammarError: the request's grammar cannot be followed.
         """
-        params = request.params
+        guide, params = request.guide, request.params
+        mask = None if guide is None else guide.allowed(request.tokens, request.num_prompt, committed, pending)
         banned = tuple(request.stop_ids) if position - request.num_prompt < params.min_tokens else ()
         if not (params.logit_bias or params.penalised):
-            return Edits(banned=banned) if banned else NOTHING
+            return NOTHING if not banned and mask is None else Edits(banned=banned, mask=mask)
         memory = self._known.get(request)
         if memory is None or memory.upto > committed:
             self._known = {known: kept for known, kept in self._known.items() if not known.finished}
@@ -121,12 +127,13 @@ class Editor:
         if params.penalised:
             memory.add(request.tokens[memory.upto : committed])
             history = memory.history(pending)
-        return Edits(memory.bias, banned, history)
+        return Edits(memory.bias, banned, history, mask)
 
 
 def apply(logits: Tensor, edits: Sequence[Edits], params: Sequence[SamplingParams]) -> None:
-    """Change ``logits [rows, vocab]`` (float32, contiguous) in place: biases, what is forbidden, then penalties."""
+    """Change ``logits [rows, vocab]`` (float32, contiguous) in place: masks, biases, what is forbidden, penalties."""
     vocab = logits.shape[1]
+    _mask(logits, edits)
     flat = logits.view(-1)
     biased = [(row, each.bias) for row, each in enumerate(edits) if each.bias is not None]
     if biased:
@@ -138,6 +145,22 @@ def apply(logits: Tensor, edits: Sequence[Edits], params: Sequence[SamplingParam
     counted = [(row, each.history) for row, each in enumerate(edits) if each.history is not None]
     if counted:
         _penalise(flat, vocab, counted, params)
+
+
+def _mask(logits: Tensor, edits: Sequence[Edits]) -> None:
+    """Forbid what grammars do not allow, in their rows."""
+    masked = [(row, each.mask) for row, each in enumerate(edits) if each.mask is not None]
+    if not masked:
+        return
+    rows = [row for row, _ in masked]
+    packed, vocab = np.stack([mask for _, mask in masked]), logits.shape[1]
+    if logits.device.type == "cpu":
+        allowed = torch.from_numpy(unpacked(packed, vocab))
+    else:  # the words travel, not the truths
+        words = torch.from_numpy(packed).to(logits.device)
+        shifts = torch.arange(32, device=logits.device, dtype=torch.int32)
+        allowed = ((words[:, :, None] >> shifts) & 1).bool().flatten(1)[:, :vocab]
+    logits[rows] = logits[rows].masked_fill_(~allowed, FORBIDDEN)
 
 
 def _penalise(

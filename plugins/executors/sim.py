@@ -1,7 +1,7 @@
 """``sim``: no model, no torch. Tokens are a deterministic function of the sequence, time is a cost model.
 
-There is no distribution: what shapes one (temperature, penalties, …) is accepted and changes nothing. Log-probabilities
-are as made up as the tokens, of the right number and order.
+There is no distribution: what shapes one (temperature, penalties, …) is accepted and changes nothing. What a grammar
+does not allow is never said. Log-probabilities are as made up as the tokens, of the right number and order.
 
 Used to try schedulers and servers without a model, and to measure the engine's own overhead. The clock can be real
 (``step_ms`` and ``us_per_token`` are slept) or left out (both 0).
@@ -15,10 +15,12 @@ from collections.abc import Sequence
 from typing import Any
 from zlib import crc32
 
+import numpy as np
 from pydantic import Field
 
-from engine.core.continuation import Continuations
+from engine.core.continuation import Continuations, Row, certain
 from engine.core.errors import ModelError
+from engine.core.grammar import GrammarError, unpacked
 from engine.core.memory import KVLayout, layout_digest
 from engine.core.plan import Outcome, Plan
 from engine.core.protocols import Executor, ModelInfo, PluginOptions
@@ -96,16 +98,34 @@ class SimExecutor(Executor):
         if seconds > 0:
             time.sleep(seconds)
         sample, vocab, twist = self._sample, options.vocab_size, self._twist
-        rows = zip(plan.requests, plan.samples, self._continuations.rows(plan), strict=True)
-        tokens = [
+        known = self._continuations.rows(plan)
+        tokens: list[tuple[int, ...]] = [
             (sample(request, row.tokens[-1], row.start + len(row.tokens), vocab, twist),) if samples else ()
-            for request, samples, row in rows
+            for request, samples, row in zip(plan.requests, plan.samples, known, strict=True)
         ]
         outcome = Outcome(plan, tokens)
+        for number, request in enumerate(plan.requests):
+            if request.guide is not None and tokens[number]:
+                self._guide(outcome, tokens, number, known[number])
         asking = [row for row, request in enumerate(plan.requests) if request.params.reports]
         if asking:
             outcome.logprobs, outcome.prompt_logprobs = self._made_up(plan, tokens, asking)
         return self._continuations.keep(outcome)
+
+    def _guide(self, outcome: Outcome, tokens: list[tuple[int, ...]], number: int, known: Row) -> None:
+        """Of the tokens that the row's grammar allows, take the one in whose turn it is. Mutates both."""
+        plan = outcome.plan
+        request = plan.requests[number]
+        assert request.guide is not None
+        try:
+            mask = request.guide.allowed(request.tokens, request.num_prompt, *certain(plan, number, known))
+            allowed = np.flatnonzero(unpacked(mask, self.options.vocab_size))
+            if not len(allowed):
+                raise GrammarError("no token is left that the grammar allows")
+            tokens[number] = (int(allowed[tokens[number][0] % len(allowed)]),)
+        except GrammarError as error:
+            tokens[number] = ()
+            outcome.errors = {**outcome.errors, number: str(error)}
 
     def _made_up(self, plan: Plan, tokens: Sequence[Sequence[int]], asking: Sequence[int]) -> tuple[Made, Made]:
         """Log-probabilities of the rows whose requests ask for them: of their tokens, and of their prompts'."""

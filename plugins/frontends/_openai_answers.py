@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from engine.core.outputs import Chunk, Completion
+from engine.core.protocols import ToolParser
 from engine.core.sampling import SamplingParams
 from engine.plugins.frontends._openai_logprobs import (
     Echo,
@@ -18,6 +19,7 @@ from engine.plugins.frontends._openai_logprobs import (
     completion_logprobs,
     prompt_logprobs,
 )
+from engine.plugins.frontends._openai_tools import CallReader, Toolset, call_deltas, whole_calls
 
 if TYPE_CHECKING:
     from engine.core.models.tokenizer import Tokenizer
@@ -33,6 +35,7 @@ class Wish:
         echo: the prompts, where each choice begins with its own.
         scores_only: nothing but the prompts.
         prompt_logprobs: those of the prompts were asked for by name.
+        toolset: tools that the answer may call, which ``parser`` reads off it.
     """
 
     params: SamplingParams
@@ -40,6 +43,8 @@ class Wish:
     echo: tuple[Echo, ...] | None = None
     scores_only: bool = False
     prompt_logprobs: bool = False
+    toolset: Toolset | None = None
+    parser: ToolParser | None = None
 
 
 class Answers:
@@ -62,8 +67,8 @@ class Answers:
         """What a stream begins with, before any token."""
         return []
 
-    def piece(self, index: int, chunk: Chunk) -> dict[str, Any]:
-        """One piece of a stream."""
+    def piece(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
+        """One piece of a stream; ``None`` where there is nothing to tell yet."""
         begun = index in self._offsets
         return self._event(index, {"text": self._text(index, chunk, begun=begun)}, self._logprobs(index, chunk), chunk)
 
@@ -140,15 +145,30 @@ class ChatAnswers(Answers):
     whole_object = "chat.completion"
     piece_object = "chat.completion.chunk"
 
+    def __init__(self, model: str, wish: Wish, tokenizer: Tokenizer | None) -> None:
+        super().__init__(model, wish, tokenizer)
+        self._readers: dict[int, CallReader] = {}
+
     def openings(self, count: int) -> list[dict[str, Any]]:
         """Every choice begins with its role."""
         opening = {"delta": {"role": "assistant", "content": ""}}
         return [self._event(index, opening, None, None) for index in range(count)]
 
-    def piece(self, index: int, chunk: Chunk) -> dict[str, Any]:
-        """One piece of a stream."""
-        content = {"delta": {"content": chunk.text} if chunk.text else {}}
-        return self._event(index, content, self._logprobs(index, chunk), chunk)
+    def piece(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
+        """One piece of a stream; ``None`` where what came may be the beginning of a call."""
+        reader = self._reader(index)
+        if reader is None:
+            content = {"delta": {"content": chunk.text} if chunk.text else {}}
+            return self._event(index, content, self._logprobs(index, chunk), chunk)
+        said = reader.push(chunk.text, last=chunk.finish_reason is not None)
+        delta: dict[str, Any] = {"content": said.content} if said.content else {}
+        if said.calls:
+            delta["tool_calls"] = call_deltas(said)
+        if not delta and not chunk.logprobs and chunk.finish_reason is None:
+            return None
+        event = self._event(index, {"delta": delta}, self._logprobs(index, chunk), chunk)
+        event["choices"][0].update(self._called(reader, chunk))
+        return event
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """The whole answer."""
@@ -158,9 +178,30 @@ class ChatAnswers(Answers):
         return answer
 
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        message = {"role": "assistant", "content": completion.text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
         logprobs = self._logprobs(index, completion)
-        return {"index": index, "message": message, "logprobs": logprobs, **_reason(completion)}
+        choice = {"index": index, "message": message, "logprobs": logprobs, **_reason(completion)}
+        if (reader := self._reader(index)) is not None:
+            reader.push(completion.text, last=True)
+            message["content"] = reader.content if reader.content or not reader.calls else None
+            if reader.calls:
+                message["tool_calls"] = whole_calls(reader)
+            choice.update(self._called(reader, completion))
+        return choice
+
+    def _reader(self, index: int) -> CallReader | None:
+        """What reads a choice for calls, where tools were offered."""
+        toolset, parser = self._wish.toolset, self._wish.parser
+        if toolset is None or parser is None:
+            return None
+        if index not in self._readers:
+            self._readers[index] = CallReader(parser, toolset)
+        return self._readers[index]
+
+    def _called(self, reader: CallReader, part: Chunk | Completion) -> dict[str, Any]:
+        """An answer that ended by itself with calls ended because of them; not so where one was named, as OpenAI."""
+        named = self._wish.toolset is not None and self._wish.toolset.named
+        return {"finish_reason": "tool_calls"} if reader.calls and part.finish_reason == "stop" and not named else {}
 
     def _logprobs(self, index: int, part: Chunk | Completion) -> dict[str, Any] | None:
         return None if self._wish.params.logprobs is None else chat_logprobs(self._names, part.logprobs or ())

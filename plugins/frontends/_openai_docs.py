@@ -11,6 +11,7 @@ from pydantic.json_schema import models_json_schema
 
 from engine.plugins.frontends._cache_routes import BODIES as CACHE_BODIES
 from engine.plugins.frontends._openai_fields import Body
+from engine.plugins.frontends._openai_responses import ResponsesRequest
 from engine.plugins.frontends._openai_schema import ChatRequest, CompletionRequest
 from engine.plugins.frontends._openai_tokens import DetokenizeRequest, TokenizeRequest
 
@@ -18,6 +19,7 @@ BODIES: dict[str, type[Body]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/chat/completions/render": ChatRequest,
     "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
     "/v1/completions/render": CompletionRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,

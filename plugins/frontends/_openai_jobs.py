@@ -6,11 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from engine.core.errors import InvalidRequest
+from engine.core.protocols import ToolParser
+from engine.core.sampling import SamplingParams
 from engine.core.serve.client import Ask, AsyncEngine
 from engine.core.serve.text import encode
+from engine.core.tools import rendered
 from engine.plugins.frontends._openai_answers import Wish
 from engine.plugins.frontends._openai_logprobs import Echo
+from engine.plugins.frontends._openai_responses import ResponsesRequest, renamed
 from engine.plugins.frontends._openai_schema import ChatRequest, CompletionRequest, Sampling
+from engine.plugins.frontends._openai_tools import check_beside
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,11 @@ class Job:
     texts: list[str | None]
     stream: bool
     wish: Wish
+
+    @property
+    def settles_late(self) -> bool:
+        """Whether it may turn out to be invalid after it was accepted: grammars are compiled by the engine."""
+        return self.wish.params.grammar is not None
 
     def of(self, tenant: str, note: str) -> Job:
         """The same, asked by a tenant, with a note: see ``Ask``."""
@@ -35,18 +45,29 @@ class Preparer:
     Args:
         name: the served model's name, for messages.
         check_model: raises where a client asks for another model.
+        parser: how the model writes calls of tools.
     """
 
-    def __init__(self, engine: AsyncEngine, name: str, check_model: Callable[[str], None]) -> None:
-        self._engine, self._name, self._check_model = engine, name, check_model
+    def __init__(self, engine: AsyncEngine, name: str, check_model: Callable[[str], None], parser: ToolParser) -> None:
+        self._engine, self._name, self._check_model, self.parser = engine, name, check_model, parser
 
     def prepare(self, body: bytes, schema: type[Sampling], request_id: str) -> Job:
         """Parse, tokenise and check a body. Raises ``InvalidRequest`` naming the field."""
-        wish = schema.parse(body)
+        return self._ready(schema.parse(body), request_id)
+
+    def prepare_response(self, body: bytes, request_id: str) -> tuple[ResponsesRequest, Job]:
+        """The same of a body of ``/v1/responses``. Raises ``InvalidRequest`` at the field that it has there."""
+        asked = ResponsesRequest.parse(body)
+        try:
+            return asked, self._ready(asked.chat(), request_id)
+        except InvalidRequest as error:
+            raise renamed(error) from error
+
+    def _ready(self, wish: Sampling, request_id: str) -> Job:
         if wish.model is not None:
             self._check_model(wish.model)
         prompts = self.prompts(wish)
-        params = wish.sampling()
+        params = self._params(wish)
         self._check_size(len(prompts), params.n)
         cache = wish.cache
         texts: list[str | None] = []
@@ -69,6 +90,17 @@ class Preparer:
             texts.append(prompt if isinstance(prompt, str) else None)
         return Job(asks, texts, bool(wish.stream), self._wish(wish, asks, texts))
 
+    def _params(self, wish: Sampling) -> SamplingParams:
+        """Parameters of the choices; where tools may be called, those that calls need."""
+        params, toolset = wish.sampling(), wish.toolset()
+        check_beside(toolset, params.grammar)
+        if toolset is None:
+            return params
+        tokenizer = self._engine.tokenizer
+        if tokenizer is not None and any(map(tokenizer.is_special, self.parser.marks)):
+            params = replace(params, skip_special_tokens=False)
+        return replace(params, grammar=toolset.grammar(self.parser))
+
     def prompts(self, wish: Sampling) -> list[str | list[int]]:
         """The prompts of a request: text, or token ids. Raises ``InvalidRequest``."""
         if isinstance(wish, CompletionRequest):
@@ -76,7 +108,9 @@ class Preparer:
         assert isinstance(wish, ChatRequest)
         if self._engine.tokenizer is None:
             raise InvalidRequest("messages", f"model {self._name!r} has no chat template")
-        return [self._engine.tokenizer.render_chat([message.plain() for message in wish.messages])]
+        toolset = wish.toolset()
+        tools = () if toolset is None else toolset.tools
+        return [rendered(self._engine.tokenizer, self.parser, [one.plain() for one in wish.messages], tools)]
 
     def _tokens(self, prompt: str | list[int]) -> Sequence[int]:
         return encode(self._engine.tokenizer, prompt, self._engine.limits) if isinstance(prompt, str) else prompt
@@ -103,6 +137,8 @@ class Preparer:
             echo=echo,
             scores_only=isinstance(wish, CompletionRequest) and wish.scores_only,
             prompt_logprobs=wish.prompt_logprobs is not None,
+            toolset=wish.toolset(),
+            parser=self.parser,
         )
 
     def _text(self, tokens: Sequence[int]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from engine.core.keys import Keys
 from engine.core.outputs import Chunk, Completion
+from engine.core.protocols import ToolParser
 from engine.core.serve.client import AsyncEngine
 from engine.core.serve.streams import Gather, Group
 from engine.plugins.frontends._cache_routes import CacheRoutes
@@ -21,6 +22,7 @@ from engine.plugins.frontends._metrics import Metrics
 from engine.plugins.frontends._openai_answers import Answers, ChatAnswers
 from engine.plugins.frontends._openai_docs import describe_bodies
 from engine.plugins.frontends._openai_jobs import Job, Preparer
+from engine.plugins.frontends._openai_response_events import ResponseEvents
 from engine.plugins.frontends._openai_schema import ChatRequest, CompletionRequest, Sampling
 from engine.plugins.frontends._openai_tokens import (
     DetokenizeRequest,
@@ -33,6 +35,9 @@ from engine.plugins.frontends._server_routes import ServerRoutes
 from engine.plugins.frontends._watched import Watched, log_prompts
 from engine.plugins.frontends._wire import EventStream, json_response, until_gone
 
+Pieces = AsyncGenerator[tuple[int, Chunk], None]
+"""Which choice, and what is new of it."""
+
 
 class Routes(Endpoints):
     """The OpenAI interface of one engine."""
@@ -40,6 +45,7 @@ class Routes(Endpoints):
     def __init__(
         self,
         engine: AsyncEngine,
+        parser: ToolParser,
         *,
         name: str,
         keys: Keys | None,
@@ -55,7 +61,7 @@ class Routes(Endpoints):
         self._names = {name, engine.config.model, engine.model.name}
         self._patience = slow_reader_s
         self._created = int(time.time())
-        self._preparer = Preparer(engine, name, self._check_model)
+        self._preparer = Preparer(engine, name, self._check_model, parser)
 
     def app(self) -> FastAPI:
         """The ASGI application."""
@@ -65,6 +71,7 @@ class Routes(Endpoints):
         routes = (
             ("/v1/chat/completions", "POST", self.chat, True),
             ("/v1/completions", "POST", self.completions, True),
+            ("/v1/responses", "POST", self.responses, True),
             ("/v1/chat/completions/render", "POST", self.render_chat, True),
             ("/v1/completions/render", "POST", self.render_completions, True),
             ("/tokenize", "POST", self.tokenize, True),
@@ -89,6 +96,25 @@ class Routes(Endpoints):
         """Continue text or token ids."""
         return await self._generate(request, CompletionRequest, Answers)
 
+    async def responses(self, request: Request) -> Response:
+        """Answer a conversation, as items. Nothing is stored."""
+        asked, job = await self.read(request, lambda body: self._preparer.prepare_response(body, id_of(request)))
+        job = self._whose(request, job)
+        events = ResponseEvents(self.name, asked, job.wish, self.engine.tokenizer)
+        headers = {"x-request-id": id_of(request)}
+        group = self.engine.submit_many(job.asks, checked=True)
+        pieces = self._follow(group)
+        if job.stream:
+            if job.settles_late:
+                pieces = await self._begun(request, group, pieces)
+            told = events.told((chunk async for _, chunk in pieces), self.failure)
+            return EventStream(told, group.abort, headers=headers, patience=self._patience)
+        try:
+            [completion] = await until_gone(request.receive, self._collect(1, pieces))
+        finally:
+            group.abort()
+        return json_response(events.whole(completion), headers=headers)
+
     async def render_chat(self, request: Request) -> Response:
         """The exact prompt, text and ids, that a conversation becomes. Nothing is computed."""
         return json_response(rendered(self.engine, await self._prepared(request, ChatRequest)))
@@ -103,7 +129,7 @@ class Routes(Endpoints):
         def work(body: bytes) -> dict[str, Any]:
             wish = TokenizeRequest.parse(body)
             self._check_model(wish.model or self.name)
-            return tokenize(self.engine, wish)
+            return tokenize(self.engine, wish, self._preparer.parser)
 
         return json_response(await self.read(request, work))
 
@@ -133,32 +159,54 @@ class Routes(Endpoints):
         answers = shape(self.name, job.wish, self.engine.tokenizer)
         headers = {"x-request-id": id_of(request)}
         group = self.engine.submit_many(job.asks, checked=True)
+        pieces = self._follow(group)
         if job.stream:
-            events = self._events(group, answers)
+            if job.settles_late:
+                pieces = await self._begun(request, group, pieces)
+            events = self._events(len(group.streams), pieces, answers)
             return EventStream(events, group.abort, headers=headers, patience=self._patience)
         try:
-            completions = await until_gone(request.receive, self._collect(group))
+            completions = await until_gone(request.receive, self._collect(len(group.streams), pieces))
         finally:
             group.abort()
         return json_response(answers.whole(completions), headers=headers)
 
+    async def _begun(self, request: Request, group: Group, pieces: Pieces) -> Pieces:
+        """Wait for the first piece: what was refused before that is no stream but an answer of its own."""
+        try:
+            first = await until_gone(request.receive, anext(pieces))
+        except BaseException:
+            group.abort()
+            raise
+
+        async def all_of_them() -> Pieces:
+            yield first
+            async for piece in pieces:
+                yield piece
+
+        return all_of_them()
+
     async def _prepared(self, request: Request, schema: type[Sampling]) -> Job:
         job = await self.read(request, lambda body: self._preparer.prepare(body, schema, id_of(request)))
+        return self._whose(request, job)
+
+    def _whose(self, request: Request, job: Job) -> Job:
+        """The job with who asks for it; its prompts are logged, if that was asked for."""
         if self.engine.config.log_prompts:
             log_prompts(id_of(request), job.texts, [ask.tokens for ask in job.asks])
         return job.of(tenant_of(request), request.headers.get("traceparent", ""))
 
-    async def _collect(self, group: Group) -> list[Completion]:
+    async def _collect(self, count: int, pieces: Pieces) -> list[Completion]:
         """All choices to their end. Raises ``HTTPError`` where the engine gave up on one."""
-        gathers = [Gather() for _ in group.streams]
+        gathers = [Gather() for _ in range(count)]
         found: dict[int, Completion] = {}
-        async for index, chunk in self._follow(group):
+        async for index, chunk in pieces:
             completion = gathers[index].add(chunk)
             if completion is not None:
                 found[index] = completion
-        return [found[index] for index in range(len(group.streams))]
+        return [found[index] for index in range(count)]
 
-    async def _follow(self, group: Group) -> AsyncIterator[tuple[int, Chunk]]:
+    async def _follow(self, group: Group) -> Pieces:
         """Pieces as they come. Raises ``HTTPError`` where the engine gave up on a choice."""
         async for index, chunk in group:
             if chunk.finish_reason == "error":
@@ -167,21 +215,23 @@ class Routes(Endpoints):
                 raise too_late(chunk.detail, self.engine.ledger.ends.wait_for(1))
             yield index, chunk
 
-    async def _events(self, group: Group, answers: Answers) -> AsyncIterator[dict[str, Any] | str]:
+    async def _events(self, count: int, pieces: Pieces, answers: Answers) -> AsyncIterator[dict[str, Any] | str]:
         """A stream's events. An error in the middle is its last event."""
         ends: dict[int, Chunk] = {}
-        for opening in answers.openings(len(group.streams)):
+        for opening in answers.openings(count):
             yield opening
         try:
-            async for index, chunk in self._follow(group):
+            async for index, chunk in pieces:
                 if chunk.finish_reason is not None:
                     ends[index] = chunk
                 if chunk.text or chunk.logprobs or chunk.finish_reason is not None:
-                    yield answers.piece(index, chunk)
+                    event = answers.piece(index, chunk)
+                    if event is not None:
+                        yield event
         except Exception as error:
             yield self.failure(error).body()
             return
-        last = answers.last([ends[index] for index in range(len(group.streams))])
+        last = answers.last([ends[index] for index in range(count)])
         if last is not None:
             yield last
         yield "[DONE]"

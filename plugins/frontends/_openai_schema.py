@@ -8,8 +8,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field
 
 from engine.core.errors import InvalidRequest
+from engine.core.grammar import Grammar
 from engine.core.sampling import SamplingParams
 from engine.plugins.frontends._openai_fields import UNSUPPORTED, Body, Strict
+from engine.plugins.frontends._openai_formats import ResponseFormat, StructuredOutputs, grammar_of
+from engine.plugins.frontends._openai_tools import Choice, MadeCall, NamedTool, ToolDefinition, Toolset, toolset_of
 
 TOKEN_ID = re.compile(r"-?\d{1,20}")
 
@@ -55,6 +58,8 @@ class Sampling(Body):
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     skip_special_tokens: bool | None = Field(None, description="marks are left out of the text (default true)")
+    response_format: ResponseFormat | None = Field(None, description="what the answer must be")
+    structured_outputs: StructuredOutputs | None = Field(None, description="the same, by vLLM's names")
     prompt_logprobs: int | None = Field(None, description="log-probabilities of the prompt's tokens, so many rivals")
     priority: int | None = Field(None, description="smaller is more urgent, for schedulers that look at it")
     deadline_ms: int | None = Field(None, description="milliseconds after which it ends, with an error", ge=1)
@@ -78,8 +83,17 @@ class Sampling(Body):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             logprobs=self.rivals(),
             prompt_logprobs=self.prompt_rivals(),
+            grammar=self.grammar(),
             **{name: value for name in same if (value := getattr(self, name)) is not None},
         )
+
+    def grammar(self) -> Grammar | None:
+        """What the answer must be. Raises ``InvalidRequest`` where it is said twice."""
+        return grammar_of(self.response_format, self.structured_outputs)
+
+    def toolset(self) -> Toolset | None:
+        """The tools that may be called: none."""
+        return None
 
     def biases(self) -> dict[int, float]:
         """``logit_bias`` by token id. Raises ``InvalidRequest`` for a key that is no integer."""
@@ -186,22 +200,34 @@ class Part(Strict):
 class Message(Strict):
     """One message of a conversation. Fields that an answer of ours carries may come back, empty."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] | None = None
     name: str | None = Field(None, description="accepted and not used: chat templates know no names")
     refusal: None = None
     annotations: Annotated[list[Any] | None, Field(max_length=0)] = None
     audio: None = None
     function_call: None = None
-    tool_calls: Annotated[list[Any] | None, Field(max_length=0)] = None
+    tool_calls: list[MadeCall] | None = Field(None, description="calls of an earlier answer")
+    tool_call_id: str | None = Field(None, description="of the call that a message of role tool answers")
 
-    def plain(self) -> dict[str, str]:
+    def plain(self) -> dict[str, Any]:
         """The message as chat templates want it. Raises ``InvalidRequest`` where there is no content."""
         role = "system" if self.role == "developer" else self.role
         if self.content is None and role != "assistant":
             raise InvalidRequest("messages", f"a message of role {self.role} needs content")
         content = self.content or ""
-        return {"role": role, "content": content if isinstance(content, str) else "".join(p.text for p in content)}
+        text = content if isinstance(content, str) else "".join(p.text for p in content)
+        plain: dict[str, Any] = {"role": role, "content": text}
+        if self.tool_calls and role == "assistant":
+            plain["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+        elif self.tool_calls:
+            raise InvalidRequest("messages", f"a message of role {self.role} has no tool_calls")
+        if (self.tool_call_id is None) == (role == "tool"):
+            words = "needs" if role == "tool" else "has no"
+            raise InvalidRequest("messages", f"a message of role {self.role} {words} tool_call_id")
+        if role == "tool":
+            plain["tool_call_id"] = self.tool_call_id
+        return plain
 
 
 class ChatRequest(Sampling):
@@ -212,6 +238,17 @@ class ChatRequest(Sampling):
     logprobs: bool | None = Field(None, description="report the log-probability of each token")
     top_logprobs: int | None = Field(None, description="… and those of so many rivals")
     reasoning_effort: Literal["none"] | None = None
+    tools: list[ToolDefinition] | None = Field(None, description="functions that the model may call")
+    tool_choice: Choice | None = Field(None, description="none, auto (the default), required, or one of the tools")
+    parallel_tool_calls: bool | None = Field(None, description="several calls in one answer (default true)")
+
+    def toolset(self) -> Toolset | None:
+        """The tools that may be called. Raises ``InvalidRequest``."""
+        choice = self.tool_choice
+        named = choice.function.name if isinstance(choice, NamedTool) else None
+        tools = [definition.function.tool() for definition in self.tools or ()]
+        word = None if isinstance(choice, NamedTool) else choice
+        return toolset_of(tools, word, named, self.parallel_tool_calls is not False)
 
     def length(self) -> int | None:
         """``max_tokens`` under either of its names. Raises ``InvalidRequest`` where they differ."""

@@ -7,8 +7,10 @@ from typing import Any, Self
 from pydantic import Field
 
 from engine.core.errors import InvalidRequest
+from engine.core.protocols import ToolParser
 from engine.core.serve.client import AsyncEngine
 from engine.core.serve.text import encode
+from engine.core.tools import rendered as render
 from engine.core.validate import check_token_ids
 from engine.plugins.frontends._openai_fields import Body
 from engine.plugins.frontends._openai_jobs import Job
@@ -41,14 +43,14 @@ class DetokenizeRequest(Body):
     tokens: list[int]
 
 
-def tokenize(engine: AsyncEngine, wish: TokenizeRequest) -> dict[str, Any]:
+def tokenize(engine: AsyncEngine, wish: TokenizeRequest, parser: ToolParser) -> dict[str, Any]:
     """The tokens of a text, as the engine would compute them. Raises ``InvalidRequest``."""
     tokenizer = engine.tokenizer
     if tokenizer is None:
         raise InvalidRequest("prompt", "the served model has no tokenizer")
     if wish.messages is not None:
         plain = [message.plain() for message in wish.messages]
-        text = tokenizer.render_chat(plain, add_generation_prompt=wish.add_generation_prompt is not False)
+        text = render(tokenizer, parser, plain, add_generation_prompt=wish.add_generation_prompt is not False)
     else:
         text = wish.prompt or ""
     ids = encode(tokenizer, text, engine.limits, add_special=wish.add_special_tokens is not False)

@@ -129,9 +129,16 @@ class EventStream(Response):
 
         await put({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async for event in self._events:
-            data = event.encode() if isinstance(event, str) else to_json(event)
-            await put({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+            await put({"type": "http.response.body", "body": framed(event), "more_body": True})
         await put({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def framed(event: dict[str, Any] | str) -> bytes:
+    """One server-sent event. What has a type of OpenAI's responses is sent under its name, too."""
+    if isinstance(event, str):
+        return b"data: " + event.encode() + b"\n\n"
+    name = b"event: " + str(event["type"]).encode() + b"\n" if "sequence_number" in event else b""
+    return name + b"data: " + to_json(event) + b"\n\n"
 
 
 def to_json(value: Any) -> bytes:

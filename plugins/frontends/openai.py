@@ -7,14 +7,15 @@ import contextlib
 import logging
 import socket
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fastapi import FastAPI
 from pydantic import Field
 
 from engine.core.errors import ConfigError
 from engine.core.keys import Keys
-from engine.core.protocols import Frontend, PluginOptions
+from engine.core.protocols import Frontend, PluginOptions, ToolParser
+from engine.core.registry import Registry, build
 from engine.core.serve.client import AsyncEngine
 from engine.plugins.frontends._door import Door
 from engine.plugins.frontends._life import Life
@@ -48,8 +49,9 @@ class OpenAIFrontend(Frontend):
     name: ClassVar[str] = "openai"
     Options: ClassVar[type[PluginOptions]] = OpenAIOptions
 
-    def __init__(self, options: OpenAIOptions | None = None) -> None:
+    def __init__(self, options: Any = None) -> None:
         super().__init__(options)
+        self._parsers: list[ToolParser] = []
         self._keys: Keys | None = None
         self._door: Door | None = None
 
@@ -64,7 +66,10 @@ class OpenAIFrontend(Frontend):
         print(f"starting   {url_of(sock)}/health/ready says when it is ready", flush=True)
 
     def close(self) -> None:
-        """Give back the address, where ``serve`` was never called."""
+        """Give back the address, where ``serve`` was never called, and close the parsers that it has made."""
+        parsers, self._parsers = self._parsers, []
+        for parser in parsers:
+            parser.close()
         if self._door is not None:
             self._door.close()
 
@@ -90,8 +95,13 @@ class OpenAIFrontend(Frontend):
         if api_key is not None and not api_key.strip():
             raise ConfigError("the API key is empty, which would protect nothing: use None for an open server")
         options: OpenAIOptions = self.options
+        selection = engine.config.tool_parser
+        parser = build(Registry().select("tool_parser", selection.name), selection)
+        assert isinstance(parser, ToolParser)
+        self._parsers.append(parser)
         return Routes(
             engine,
+            parser,
             name=options.served_model_name or engine.model.name,
             keys=self._keys if api_key is None else Keys([api_key]),
             max_body_bytes=options.max_body_bytes,

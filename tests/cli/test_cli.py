@@ -210,6 +210,8 @@ def test_plugins_as_json(here: Any) -> None:
         ("kvcache", "paged"),
         ("executor", "torch"),
         ("attention", "auto"),
+        ("grammar", "llguidance"),
+        ("tool_parser", "hermes"),
         ("frontend", "openai"),
     }
 
@@ -228,6 +230,8 @@ def test_plugins_marks_what_this_configuration_selects(tmp_path: Path) -> None:
         ("scheduler", "radix"),
         ("kvcache", "radix"),
         ("executor", "sim"),  # which wants no attention backend
+        ("grammar", "llguidance"),
+        ("tool_parser", "hermes"),
         ("frontend", "openai"),
     }
     assert "active with this configuration" in engine("plugins")[1]

@@ -55,7 +55,7 @@ def test_the_file_that_it_prints_configures_the_same(here, tmp_path):
     assert before["origins"]["port"] == "flag --port"
     assert again["origins"]["port"] == f"file {file}"
     assert {plugin["role"] for plugin in again["plugins"]} == {
-        "scheduler", "kvcache", "policy", "frontend", "executor", "attention"
+        "scheduler", "kvcache", "policy", "grammar", "frontend", "tool_parser", "executor", "attention"
     }  # fmt: skip
 
 

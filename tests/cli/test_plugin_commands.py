@@ -102,10 +102,11 @@ def test_every_role_has_a_template_and_a_suite():
 
 
 def test_a_new_plugin_does_not_slow_the_list_down(tmp_path):
-    for role in CODE:
-        write(f"my-{role}", role, tmp_path)
+    names = [f"my-{role}".replace("_", "-") for role in CODE]
+    for name, role in zip(names, CODE, strict=True):
+        write(name, role, tmp_path)
     code = "import sys; " + "".join(
-        f"sys.path.append({str(tmp_path / f'my-{role}')!r}); import my_{role}; " for role in CODE
+        f"sys.path.append({str(tmp_path / name)!r}); import {name.replace('-', '_')}; " for name in names
     )
     heavy = "print([m for m in ('torch', 'transformers', 'fastapi', 'uvicorn') if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code + heavy], text=True).strip() == "[]"
@@ -185,9 +186,10 @@ def test_a_new_package_installs_and_passes(role, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("role", sorted(set(CODE) - set(INSTALLED)))
 def test_every_template_passes_its_suite(role, tmp_path, monkeypatch):
-    folder = write(f"my-{role}", role, tmp_path)
+    name = f"my-{role}".replace("_", "-")
+    folder = write(name, role, tmp_path)
     monkeypatch.syspath_prepend(folder)
-    (suite,) = suites(f"my_{role}:My{role.capitalize()}", Registry(), {})
+    (suite,) = suites(f"my_{role}:{name.title().replace('-', '')}", Registry(), {})
     report = check(suite, seed=3, workloads=1, cost_limit=None)
     assert report.finding is None
     assert report.rules > 3

@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -232,9 +233,11 @@ class Calls:
 
     def __enter__(self):
         sys.setprofile(self._watch)
+        threading.setprofile(self._watch)
 
     def __exit__(self, *_):
         sys.setprofile(None)
+        threading.setprofile(None)
 
     def _watch(self, frame, event, _):
         if event != "call" or frame.f_code.co_argcount == 0:
@@ -358,7 +361,7 @@ def captured():
 
 
 def pages_of_examples():
-    for name in ("Scheduler", "Connector", "Attention", "Frontend"):
+    for name in ("Scheduler", "Connector", "Attention", "Frontend", "GrammarCompiler", "ToolParser"):
         exec(compile(example(name), name, "exec"), {"__name__": "example"})
 
 

@@ -55,7 +55,14 @@ def test_every_option_is_told_with_its_origin():
     assert found.origins["scheduler.policy"] == "flag --scheduler.policy"
     assert found.origins["scheduler.seed"] == "default"
     assert set(found.origins) == set(values)
-    assert [chosen.found.role for chosen in found.plugins] == ["scheduler", "kvcache", "frontend", "executor"]
+    assert [chosen.found.role for chosen in found.plugins] == [
+        "scheduler",
+        "kvcache",
+        "grammar",
+        "frontend",
+        "tool_parser",
+        "executor",
+    ]
 
 
 def test_text_is_typed():

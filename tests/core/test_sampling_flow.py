@@ -23,6 +23,7 @@ from engine.core import (
     assemble,
 )
 from engine.core.config import EngineConfig
+from engine.core.grammar import Grammar
 from engine.core.sampling import SAMPLING, TokenLogprobs
 from engine.plugins.executors.sim import SimExecutor
 from engine.testing import ScriptedModel, make_core
@@ -109,6 +110,7 @@ def test_every_token_is_reported_once_and_in_order(
 def test_what_an_executor_does_not_act_on_is_refused_by_name() -> None:
     core = make_core(executor=ScriptedModel())
     others: dict[str, Any] = {"min_p": 0.1, "logit_bias": {1: 1.0}, "logprobs": 0, "prompt_logprobs": 0}
+    others["grammar"] = Grammar.regex("a")
     for name in SAMPLING:
         with pytest.raises(InvalidRequest, match="not supported by the executor") as caught:
             core.add([1, 2], SamplingParams(**{name: others.get(name, 1.5)}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from importlib.util import find_spec
 
 import pytest
 
@@ -14,10 +15,12 @@ from engine.testing import (
     DoNothing,
     ExecutorSuite,
     FrontendSuite,
+    GrammarSuite,
     KVCacheSuite,
     PolicySuite,
     SchedulerSuite,
     Suite,
+    ToolParserSuite,
 )
 
 
@@ -156,6 +159,38 @@ class TestAutoAttention(AttentionSuite):
 
 class TestOpenAI(FrontendSuite):
     plugin = "openai"
+
+
+@pytest.mark.skipif(not find_spec("llguidance"), reason="needs pip install 'sixhooks[grammar]'")
+class TestLLGuidance(GrammarSuite):
+    plugin = "llguidance"
+
+
+class TestHermes(ToolParserSuite):
+    plugin = "hermes"
+    texts = (
+        '<tool_call>\n[{"name": "a", "arguments": {"x": [1, {"y": "}"}]}}, {"name": "b", "parameters": {}}]',
+        '<tool_call>{"arguments": {"x": "</tool_call>"}, "name": "late"}</tool_call>',
+        '<tool_call>{"name": "quoted", "arguments": "{\\"x\\": 1}"}</tool_call>',
+        '<tool_call>{"name": "open", "arguments": {"x": 1}}',
+        '<tool_call>{"name": "cut", "arguments": {"x": [1',
+        '<tool_call>{"name": "a", "arguments": {}} trailing </tool_call> more',
+        '<tool_call>{"name": "n", "arguments": {}, "id": "7", "z": [1, 2]}</tool_call>',
+        'text <tool_call>{"nom": "x"}</tool_call><tool_call>{"name": "none"}</tool_call>\n\n',
+    )
+
+
+class TestPythonic(ToolParserSuite):
+    plugin = "pythonic"
+    texts = (
+        "<|python_start|>[a(x='it\\'s', y=[1, 2.5, {'k': (1, 2)}], z=None), b.c()]<|python_end|>",
+        '[a(x=true, y="["), b(',
+        "[a(x=1, y=foo)] rest",
+        "[a(1)]",
+        "[a(x=1)] [b()]",
+        "[a(x=1),]",
+        " [ a ( x = 1 ) ] ",
+    )
 
 
 LIBRARIES = ("nixl", "mooncake", "mooncake-store", "redis")

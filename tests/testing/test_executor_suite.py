@@ -66,3 +66,39 @@ def test_wrong_log_probabilities_are_found(cls: type, how: str, words: str) -> N
 
 def test_right_ones_pass() -> None:
     suite(SimExecutor).test_log_probabilities_belong_to_the_tokens()
+
+
+class SaysWhatItLikes(SimExecutor):
+    """Never asks the guide; or asks it of what was said before the last token; or of the committed tokens only."""
+
+    how = ""
+
+    def execute(self, plan: Plan) -> Outcome:
+        guides = [request.guide for request in plan.requests]
+        for request in plan.requests:
+            request.guide = Deaf(request.guide, self.how) if request.guide and self.how else None
+        try:
+            return super().execute(plan)
+        finally:
+            for request, guide in zip(plan.requests, guides, strict=True):
+                request.guide = guide
+
+
+class Deaf:
+    def __init__(self, guide: Any, how: str) -> None:
+        self.guide, self.how = guide, how
+
+    def allowed(self, tokens: Any, first: int, committed: int, pending: Any = ()) -> Any:
+        if self.how == "late":
+            return self.guide.allowed(tokens, first, max(first, committed - 1))
+        return self.guide.allowed(tokens, first, committed)
+
+
+@pytest.mark.parametrize("how", ["", "late", "committed"])
+def test_executors_that_do_not_keep_to_a_grammar_are_found(how: str) -> None:
+    with pytest.raises(Violation, match="what the grammar does not allow was said"):
+        suite(SaysWhatItLikes, how).test_grammars_are_kept()
+
+
+def test_those_that_keep_to_it_pass() -> None:
+    suite(SimExecutor).test_grammars_are_kept()

@@ -25,10 +25,12 @@ from engine.testing.suites import (
     ConnectorSuite,
     ExecutorSuite,
     FrontendSuite,
+    GrammarSuite,
     KVCacheSuite,
     PolicySuite,
     SchedulerSuite,
     Suite,
+    ToolParserSuite,
 )
 from engine.testing.workload import Situation, Workload
 
@@ -43,6 +45,7 @@ __all__ = [
     "FaultyConnector",
     "FrontendClient",
     "FrontendSuite",
+    "GrammarSuite",
     "Harness",
     "KVCacheSuite",
     "KVMismatch",
@@ -55,6 +58,7 @@ __all__ = [
     "ShadowExecutor",
     "Situation",
     "Suite",
+    "ToolParserSuite",
     "Violation",
     "Witness",
     "Workload",

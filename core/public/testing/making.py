@@ -8,8 +8,19 @@ from typing import Any
 
 from engine.core.cache_events import CacheLog
 from engine.core.containment import ASK_SECONDS
+from engine.core.grammar import Vocabulary
 from engine.core.loop import EngineCore
-from engine.core.protocols import Connector, Executor, KVCache, Limits, Plugin, Policy, Scheduler
+from engine.core.protocols import (
+    Connector,
+    Executor,
+    GrammarCompiler,
+    KVCache,
+    Limits,
+    ModelInfo,
+    Plugin,
+    Policy,
+    Scheduler,
+)
 from engine.core.registry import make
 from engine.testing.executors import ScriptedModel, ShadowExecutor
 
@@ -36,13 +47,19 @@ def make_core(
     kvcache_options: Mapping[str, Any] | None = None,
     clock: Callable[[], float] = time.monotonic,
     cache_log: CacheLog | None = None,
+    grammar: str | GrammarCompiler | None = None,
+    vocabulary: Vocabulary | Callable[[ModelInfo], Vocabulary] | None = None,
+    grammar_seconds: float = 60.0,
 ) -> EngineCore:
     """An engine core around a scripted model, audited after every step. Plugins by name or as instances.
 
-    ``limits``: other fields of ``Limits``, e.g. ``{"queue_timeout": 1.0}``.
+    ``limits``: other fields of ``Limits``, e.g. ``{"queue_timeout": 1.0}``. ``grammar``: a compiler, told of
+    the ``vocabulary``, which may depend on the model.
     """
     executor = executor or ScriptedModel()
     model = executor.load()
+    compiler = None if grammar is None else _plugin("grammar", grammar)
+    assert compiler is None or isinstance(compiler, GrammarCompiler)
     bounds = Limits(
         max_model_len=min(max_model_len or model.max_model_len, model.max_model_len),
         max_batch_tokens=max_batch_tokens,
@@ -52,6 +69,7 @@ def make_core(
         vocab_size=model.vocab_size,
         max_waiting=max_waiting,
         sampling=executor.sampling,
+        grammars=() if compiler is None else compiler.kinds,
         **(limits or {}),
     )
     executor.allocate(num_pages, page_size)
@@ -75,6 +93,9 @@ def make_core(
         ask_seconds=ask_seconds,
         clock=clock,
         cache_log=cache_log,
+        grammar=compiler,
+        vocabulary=(lambda: vocabulary(model) if callable(vocabulary) else vocabulary) if vocabulary else None,
+        grammar_seconds=grammar_seconds,
     )
 
 

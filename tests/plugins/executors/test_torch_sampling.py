@@ -22,10 +22,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from engine.core.grammar import unpacked
 from engine.core.request import Request, SamplingParams
 from engine.plugins.executors._sampling import NAN, NONE_LEFT, Draw, sample
 from engine.plugins.executors._sampling_draw import Filter, keep, restrict
-from engine.plugins.executors._sampling_edits import Editor, apply
+from engine.plugins.executors._sampling_edits import Editor, Edits, apply
 from engine.plugins.executors._sampling_logprobs import token_logprobs
 from engine.plugins.executors._sampling_numbers import mix, uniform
 from engine.testing import make_core
@@ -433,3 +434,46 @@ def test_prompt_logprobs_are_those_of_the_model(tiny: Callable[..., Path], make_
         assert one.logprob == pytest.approx(float(raw[at - 1, token]), abs=1e-4)
         assert one.top[0] == int(raw[at - 1].argmax())
     assert len(of_prompt) == len(prompt) - 1
+
+
+# ---- grammars
+
+
+def mask_of(allowed: Sequence[int], vocab: int) -> Any:
+    bits = np.zeros(32 * -(-vocab // 32), bool)
+    bits[list(allowed)] = True
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32))
+def test_only_what_a_mask_allows_is_drawn_and_other_rows_do_not_notice(seed: int) -> None:
+    rng = random.Random(seed)
+    vocab = rng.choice([6, 31, 33, 400])
+    logits = torch.randn(5, vocab, generator=torch.Generator().manual_seed(seed % 2**31))
+    ways: Any = [{"temperature": 0}, {}, {"top_k": 3}, {"top_p": 0.5, "temperature": 2.0}, {"min_p": 0.3}]
+    params = [SamplingParams(**way, logprobs=1, logit_bias={0: 100.0}, repetition_penalty=1.5) for way in ways]
+    masks = [
+        mask_of(rng.sample(range(vocab), rng.randint(1, 4)), vocab) if rng.random() < 0.6 else None for _ in params
+    ]
+    rows = [
+        Draw(wish, seed=seed, position=row, edits=Edits((np.array([0]), np.array([100.0], np.float32)), (), None, mask))
+        for row, (wish, mask) in enumerate(zip(params, masks, strict=True))
+    ]
+    sampled = sample(logits.clone(), rows)
+    assert not sampled.bad
+    plain = sample(logits.clone(), [row._replace(edits=row.edits._replace(mask=None)) for row in rows])
+    for row, mask in enumerate(masks):
+        if mask is None:
+            assert sampled.tokens[row] == plain.tokens[row]
+        else:
+            assert unpacked(mask, vocab)[sampled.tokens[row]]
+        own = logits[row].log_softmax(-1)[sampled.tokens[row]].item()
+        assert sampled.logprobs[row].logprob == pytest.approx(own, abs=1e-5)  # of the model, whatever is masked
+
+
+def test_a_mask_that_leaves_nothing_ends_its_row_alone() -> None:
+    rows = [Draw(SamplingParams(), edits=Edits(mask=mask_of([], 6))), Draw(SamplingParams(temperature=0))]
+    sampled = sample(LOGITS.repeat(2, 1), rows)
+    assert sampled.bad == {0: NONE_LEFT}
+    assert sampled.tokens[1] == 1

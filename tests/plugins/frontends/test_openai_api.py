@@ -249,7 +249,8 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
         "messages[0].content[0].type",
         "'text'",
     ),
-    ("/v1/chat/completions", {"tools": [{"type": "function"}]}, "tools", "not supported"),
+    ("/v1/chat/completions", {"tools": [{"type": "function"}]}, "tools[0].function", "is required"),
+    ("/v1/completions", {"tools": [{"type": "function"}]}, "tools", "not supported"),
     ("/v1/chat/completions", {"max_completion_tokens": 9}, "max_completion_tokens", "max_tokens is 8"),
     ("/v1/chat/completions", {"prompt": "x"}, "prompt", "unknown field"),
 ]

@@ -7,9 +7,11 @@ from engine.testing.suites.base import Law, Suite
 from engine.testing.suites.connector import ConnectorSuite
 from engine.testing.suites.executor import ExecutorSuite
 from engine.testing.suites.frontend import FrontendSuite
+from engine.testing.suites.grammar import GrammarSuite
 from engine.testing.suites.kvcache import KVCacheSuite
 from engine.testing.suites.policy import PolicySuite
 from engine.testing.suites.scheduler import SchedulerSuite
+from engine.testing.suites.tool_parser import ToolParserSuite
 
 SUITES: dict[str, type[Suite]] = {
     suite.role: suite
@@ -21,6 +23,8 @@ SUITES: dict[str, type[Suite]] = {
         ConnectorSuite,
         AttentionSuite,
         FrontendSuite,
+        GrammarSuite,
+        ToolParserSuite,
     )
 }
 """Role -> its suite."""
@@ -31,9 +35,11 @@ __all__ = [
     "ConnectorSuite",
     "ExecutorSuite",
     "FrontendSuite",
+    "GrammarSuite",
     "KVCacheSuite",
     "Law",
     "PolicySuite",
     "SchedulerSuite",
     "Suite",
+    "ToolParserSuite",
 ]

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from engine.core.config import DEFAULT_MODEL
+from engine.core.grammar import Grammar
+from engine.core.loop import EngineCore
 from engine.core.plan import Outcome, Plan
 from engine.core.protocols import Executor, Plugin
 from engine.core.registry import make
 from engine.core.sampling import SamplingParams, TokenLogprobs
+from engine.testing.grammars import Ladder, climbs, vocabulary
 from engine.testing.guard import Violation, snapshot
 from engine.testing.making import make_core
 from engine.testing.suites.base import Suite
 from engine.testing.workload import closing
+
+Grammars = Sequence[Grammar | None]
 
 
 class ExecutorSuite(Suite):
@@ -111,6 +118,24 @@ class ExecutorSuite(Suite):
             if one.token != other.token or abs(one.logprob - other.logprob) > self.logprob_tolerance:
                 raise Violation(f"{one} in one piece, {other} in chunks")
 
+    def test_grammars_are_kept(self) -> None:
+        """Of those that act on grammars: nothing is said that the grammar does not allow, and what is said does not
+        depend on the company, in either loop, after a preemption; whoever has no grammar does not notice."""
+        if "grammar" not in self.found().cls.sampling:  # type: ignore[attr-defined]
+            return
+        guided = Grammar.regex("any")
+        alone = [self._texts([prompt], grammars=[guided])[0] for prompt in self.prompts[::2]]
+        free = [self._texts([prompt])[0] for prompt in self.prompts[1::2]]
+        for overlap in (False, True) if self.found().cls.overlaps else (False,):  # type: ignore[attr-defined]
+            settings = {"page_size": self.page_sizes[-1], "max_batch_tokens": 16, "overlap": overlap}
+            for texts in self._twice(settings, grammars=[guided, None] * len(alone)):
+                if not all(map(climbs, texts[::2])):
+                    raise Violation(f"what the grammar does not allow was said: {texts[::2]}")
+                if texts[::2] != alone or texts[1::2] != free:
+                    raise Violation(
+                        f"together ({settings}) they say {texts}; alone {alone}, and without a grammar {free}"
+                    )
+
     def _reports(self, executor: Executor, budget: int) -> list[TokenLogprobs]:
         core = make_core(executor=executor, max_batch_tokens=budget, max_model_len=60)
         with closing(core):
@@ -133,20 +158,28 @@ class ExecutorSuite(Suite):
                     raise Violation(f"its rank is wrong: {one}")
             return found
 
-    def _texts(self, prompts: Any, **settings: Any) -> list[list[int]]:
-        core = make_core(executor=self.ready(), **{"num_pages": 64, "max_model_len": 60, **settings})
+    def _texts(self, prompts: Any, grammars: Grammars = (), **settings: Any) -> list[list[int]]:
+        core = self._core(settings)
         with closing(core):
-            return self._run(core, prompts)
+            return self._run(core, prompts, grammars)
 
-    def _twice(self, settings: Mapping[str, Any]) -> list[list[list[int]]]:
+    def _core(self, settings: Mapping[str, Any]) -> EngineCore:
+        given = {"num_pages": 64, "max_model_len": 60, "grammar": Ladder(), "vocabulary": vocabulary, **settings}
+        return make_core(executor=self.ready(), **given)
+
+    def _twice(self, settings: Mapping[str, Any], grammars: Grammars = ()) -> list[list[list[int]]]:
         """The second time prefixes are cached, and everybody is preempted once."""
-        core = make_core(executor=self.ready(), **{"num_pages": 64, "max_model_len": 60, **settings})
+        core = self._core(settings)
         with closing(core):
-            return [self._run(core, self.prompts), self._run(core, self.prompts, preempt=True)]
+            return [self._run(core, self.prompts, grammars), self._run(core, self.prompts, grammars, preempt=True)]
 
-    def _run(self, core: Any, prompts: Any, *, preempt: bool = False) -> list[list[int]]:
+    def _run(self, core: Any, prompts: Any, grammars: Grammars = (), *, preempt: bool = False) -> list[list[int]]:
         params = SamplingParams(temperature=0, max_tokens=self.new_tokens, ignore_eos=True, seed=0)
-        requests = [core.add(list(prompt), params) for prompt in prompts]
+        wishes = [replace(params, grammar=grammar) for grammar in grammars] or [params] * len(prompts)
+        requests = [core.add(list(prompt), wish) for prompt, wish in zip(prompts, wishes, strict=True)]
+        while len(core.grammars):
+            core.grammars.collect()
+            time.sleep(0.001)
         for turn in range(1000):
             if not core.has_work:
                 return [request.output for request in requests]

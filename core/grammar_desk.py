@@ -1,0 +1,221 @@
+"""Grammars are compiled beside the engine's thread: a request is parked on ``grammar`` until its own is there.
+
+A compile that takes too long is given up, not waited for: threads cannot be stopped, so it goes on without anybody who
+waits for it, in the place of which another begins. Only so many may be lost at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from engine.core.errors import EngineError, InvalidRequest, one_line
+from engine.core.grammar import Grammar, Guide, Vocabulary
+from engine.core.protocols import CompiledGrammar, GrammarCompiler
+from engine.core.request import Request
+
+if TYPE_CHECKING:
+    from engine.core.loop import EngineCore
+
+log = logging.getLogger(__name__)
+
+GRAMMAR = "grammar"  # what a request is parked on
+REMEMBERED = 64  # compiled grammars that are kept for the next who asks
+MOST_LOST = 4  # compiles that were given up and have not ended
+CLOSE_SECONDS = 5.0
+
+Key = tuple[str, str]
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One grammar being compiled, and who waits for it."""
+
+    grammar: Grammar
+    waiting: dict[Request, None] = field(default_factory=dict)
+    began: float | None = None  # when it was begun, in seconds of ``time.monotonic``
+    compiled: CompiledGrammar | None = None
+    error: InvalidRequest | None = None
+    given_up: bool = False
+
+
+class GrammarDesk:
+    """Has grammars compiled, and gives each request a ``Guide``. Called by the engine's thread only.
+
+    Args:
+        compiler: the plugin; ``None``: no request may have a grammar.
+        vocabulary: the model's vocabulary, asked for once, by a compiling thread, when the first grammar comes.
+        seconds: that one compile may take.
+        threads: that compile at once.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        compiler: GrammarCompiler | None,
+        vocabulary: Callable[[], Vocabulary] | None,
+        *,
+        seconds: float,
+        threads: int,
+    ) -> None:
+        self._core, self._compiler, self._source = core, compiler, vocabulary
+        self._seconds, self._threads = seconds, threads
+        self._jobs: dict[Key, Job] = {}
+        self._queue: deque[Job] = deque()
+        self._done: deque[Job] = deque()  # filled by the threads
+        self._working: dict[Job, threading.Thread] = {}
+        self._lost: dict[Job, threading.Thread] = {}
+        self._kept: OrderedDict[Key, CompiledGrammar | InvalidRequest] = OrderedDict()
+        self._vocabulary: Vocabulary | None = None
+        self._preparing = threading.Lock()
+        self.compiled = 0
+
+    def __len__(self) -> int:
+        """Grammars that somebody waits for."""
+        return len(self._jobs)
+
+    def ask(self, request: Request) -> None:
+        """Have the request's grammar compiled; it is parked until then. Mutates. Never waits."""
+        grammar = request.params.grammar
+        assert grammar is not None
+        key = (grammar.kind, grammar.text)
+        job = self._jobs.get(key)
+        if job is None:
+            job = self._jobs[key] = Job(grammar)
+            self._begin(job, key)
+        job.waiting[request] = None
+
+    def forget(self, request: Request) -> None:
+        """The request ended. Mutates."""
+        grammar = request.params.grammar
+        if grammar is not None and (job := self._jobs.get((grammar.kind, grammar.text))) is not None:
+            job.waiting.pop(request, None)
+
+    def collect(self) -> None:
+        """Hand on what was compiled, and give up what takes too long. Mutates. Called between two steps."""
+        now = time.monotonic()
+        while self._done:
+            self._ended(self._done.popleft())
+        for job in [job for job in self._working if job.began is not None and now - job.began > self._seconds]:
+            self._give_up(job)
+        while self._queue and len(self._working) < self._threads:
+            self._run(self._queue.popleft())
+
+    def close(self) -> None:
+        """Nobody waits any more. Threads that compile end with what they are at; waits for them a while."""
+        self._queue.clear()
+        deadline = time.monotonic() + CLOSE_SECONDS
+        for thread in [*self._working.values(), *self._lost.values()]:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._jobs.clear()
+
+    # ---- inside
+
+    def _begin(self, job: Job, key: Key) -> None:
+        kept = self._kept.get(key)
+        if kept is not None:
+            self._kept.move_to_end(key)
+            job.compiled, job.error = (None, kept) if isinstance(kept, InvalidRequest) else (kept, None)
+            self._done.append(job)
+        else:
+            self._queue.append(job)
+
+    def _run(self, job: Job) -> None:
+        if not job.waiting:  # all of them have left meanwhile
+            del self._jobs[job.grammar.kind, job.grammar.text]
+            return
+        if len(self._lost) >= MOST_LOST:
+            words = f"{len(self._lost)} grammars that take too long keep the compiler busy: try again later"
+            job.error = InvalidRequest(job.grammar.field, words, code="above_limit")
+            self._finish(job)
+            return
+        thread = threading.Thread(target=self._compile, args=(job,), name="grammar", daemon=True)
+        self._working[job] = thread
+        thread.start()
+
+    def _ended(self, job: Job) -> None:
+        self._working.pop(job, None)
+        if self._lost.pop(job, None) is not None:
+            return
+        key = (job.grammar.kind, job.grammar.text)
+        outcome = job.error if job.compiled is None else job.compiled
+        if outcome is not None:
+            self._kept[key] = outcome
+            if len(self._kept) > REMEMBERED:
+                self._kept.popitem(last=False)
+        self._finish(job)
+
+    def _give_up(self, job: Job) -> None:
+        self._lost[job] = self._working.pop(job)
+        words = f"took more than {self._seconds:g} s to compile (grammar_seconds)"
+        job.error = InvalidRequest(job.grammar.field, words, code="above_limit")
+        job.given_up = True
+        self._kept[job.grammar.kind, job.grammar.text] = job.error
+        self._finish(job)
+
+    def _finish(self, job: Job) -> None:
+        """Tell those who wait. Mutates."""
+        del self._jobs[job.grammar.kind, job.grammar.text]
+        for request in job.waiting:
+            if request.finished:
+                continue
+            if job.error is not None:
+                self._core.refuse(request, _named(job.error, request))
+                continue
+            assert job.compiled is not None
+            assert self._vocabulary is not None
+            request.guide = Guide(job.compiled.matcher(), self._vocabulary)
+            self._core.ready(request.id, GRAMMAR)
+
+    # ---- in a compiling thread
+
+    def _compile(self, job: Job) -> None:
+        field = job.grammar.field
+        try:
+            vocabulary, compiler = self._prepared(field)
+            job.began = time.monotonic()
+            compiled = compiler.compile(job.grammar)
+            mask = np.zeros(vocabulary.words, np.int32)
+            compiled.matcher().fill(mask)
+            if not mask.any():
+                raise InvalidRequest(field, "no text satisfies this grammar")
+            if not job.given_up:
+                job.compiled = compiled
+                self.compiled += 1
+        except InvalidRequest as error:
+            job.error = job.error or error
+        except Exception as error:  # whatever a library raises is one request's trouble
+            log.exception("a grammar of kind %s could not be compiled", job.grammar.kind)
+            job.error = job.error or InvalidRequest(field, f"cannot be compiled: {one_line(error)}")
+        finally:
+            self._done.append(job)
+
+    def _prepared(self, field: str) -> tuple[Vocabulary, GrammarCompiler]:
+        assert self._compiler is not None
+        with self._preparing:
+            if self._vocabulary is None:
+                if self._source is None:
+                    raise InvalidRequest(field, "the served model has no tokenizer: no grammar can be followed")
+                try:
+                    vocabulary = self._source()
+                except EngineError as error:
+                    raise InvalidRequest(field, f"no grammar can be followed: {error}") from error
+                if not vocabulary.eos_ids:
+                    raise InvalidRequest(field, "the model has no end-of-sequence token: no grammar could ever end")
+                self._compiler.prepare(vocabulary)
+                self._vocabulary = vocabulary
+        return self._vocabulary, self._compiler
+
+
+def _named(error: InvalidRequest, request: Request) -> InvalidRequest:
+    """The same fault, at the field that this request has named."""
+    grammar = request.params.grammar
+    field = error.field if grammar is None else grammar.field
+    return InvalidRequest(field, error.message, code=error.code)

@@ -1,0 +1,1 @@
+"""Compilers of grammars: what masks tokens that structured output may not have."""

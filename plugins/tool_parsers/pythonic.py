@@ -1,0 +1,293 @@
+"""``pythonic``: an answer that is a list of Python calls, ``[search(query="a", limit=3)]``, as of Llama 3.2 and 4.
+
+Source: the format of Meta's Llama 3.2 prompts; vLLM's parser of that name.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from engine.core.errors import InvalidRequest
+from engine.core.grammar import Grammar
+from engine.core.protocols import ToolParser
+from engine.core.tools import CallPiece, Heard, Tool, ToolCall, embedded
+
+OPENING = re.compile(r"\s*(?:<\|python_start\|>)?\s*\[\s*")
+CALL = re.compile(r"\s*([A-Za-z_][\w.\-]*)\s*\(\s*")
+KEYWORD = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*")
+CLOSING = re.compile(r"\s*\]\s*")
+END_MARK = "<|python_end|>"
+INSTRUCTIONS = (
+    "You are an expert in composing functions. If a question can be answered by a function, answer with a list of "
+    "calls and nothing else, in the format [function_name(name=value, name=value), function_name(name=value)]. "
+    "Here are the functions, in JSON:\n\n{tools}"
+)
+PAIRS = {"(": ")", "[": "]", "{": "}"}
+
+
+class PythonicParser(ToolParser):
+    """A list of calls as Python writes them, when the answer begins with one; else all of it is content."""
+
+    name = "pythonic"
+    marks = ("<|python_start|>", END_MARK)
+
+    def stream(self) -> PythonicStream:
+        """Reads one answer."""
+        return PythonicStream()
+
+    def grammar(self, tools: Sequence[Tool], *, parallel: bool, field: str) -> Grammar:
+        """A list of one call, or of several, of these tools. Values are JSON, which ``stream`` reads like Python's."""
+        more = ' (", " call)*' if parallel else ""
+        rules = [f'start: "[" call{more} "]"', "call: " + " | ".join(f"call_{n}" for n in range(len(tools)))]
+        for number, tool in enumerate(tools):
+            if not CALL.fullmatch(f"{tool.name}("):
+                raise InvalidRequest("tools", f"{tool.name!r} cannot be written as a Python call")
+            rules += _call_rules(number, tool)
+        return Grammar.lark("\n".join(rules), field=field)
+
+    def instructions(self, tools: Sequence[Tool]) -> str:
+        """The prompt of Llama 3.2."""
+        return INSTRUCTIONS.format(tools="\n".join(json.dumps(tool.plain()["function"]) for tool in tools))
+
+    def written(self, calls: Sequence[ToolCall]) -> str:
+        """As the model writes them."""
+        return "[" + ", ".join(f"{call.name}({_keywords(call.arguments)})" for call in calls) + "]"
+
+    def answered(self, content: str) -> str:
+        """What a function gave back."""
+        return content
+
+
+class PythonicStream:
+    """Reads what is complete: an opening, a call's name, one argument after the other. So it does not matter how the
+    text is cut: each part is told when the character after it shows that it is over.
+
+    A call is told with its first argument, or when it closes without any; what does not go on as a list of calls from
+    there on is content.
+    """
+
+    def __init__(self) -> None:
+        self._text = ""  # not read yet
+        self._read = self._opening
+        self._said = ""  # of the list, before any call was told
+        self._index = -1
+        self._name = ""
+        self._count = 0  # arguments of the call that is being read
+        self._literal = _Literal("", 0)
+        self._content: list[str] = []
+        self._calls: list[CallPiece] = []
+
+    def push(self, text: str) -> Heard:
+        """More of the answer; what is certain of it. Mutates."""
+        for character in text:
+            self._text += character
+            while self._read():
+                pass
+        return self._take()
+
+    def finish(self) -> Heard:
+        """The answer is over: what was held back. Mutates."""
+        if self._read == self._closed and not self._text.strip():
+            self._text = ""
+        self._content.append(self._said + self._text)
+        self._said = self._text = ""
+        return self._take()
+
+    def _take(self) -> Heard:
+        heard = Heard("".join(self._content), tuple(self._calls))
+        self._content, self._calls = [], []
+        return heard
+
+    # ---- one after the other; each says whether there may be more to read in what is there
+
+    def _opening(self) -> bool:
+        if not (found := OPENING.match(self._text)) or found.end() == len(self._text):
+            return self._wait(OPENING_BEGINNING)
+        return self._go_on(found.end(), self._call)
+
+    def _call(self) -> bool:
+        if not (found := CALL.match(self._text)) or found.end() == len(self._text):
+            return self._wait(CALL_BEGINNING)
+        self._name, self._count = found[1], 0
+        return self._go_on(found.end(), self._argument)
+
+    def _argument(self) -> bool:
+        if self._text.lstrip().startswith(")"):
+            self._close()
+            return self._go_on(self._text.index(")") + 1, self._after_call)
+        if not (found := KEYWORD.match(self._text)):
+            return self._wait(KEYWORD_BEGINNING)
+        self._literal = _Literal(found[1], found.end())
+        self._read = self._value
+        return True
+
+    def _value(self) -> bool:
+        literal = self._literal
+        end = literal.end(self._text)
+        if end is None:
+            return False
+        try:
+            value = _value_of(self._text[literal.begin : end])
+        except ValueError:
+            return self._give_up()
+        self._tell(literal.name, value)
+        return self._go_on(end + (self._text[end] == ","), self._argument)
+
+    def _after_call(self) -> bool:
+        if found := CLOSING.match(self._text):
+            return self._go_on(found.end(), self._closed)
+        if self._text.lstrip().startswith(","):
+            return self._go_on(self._text.index(",") + 1, self._call)
+        return self._wait(re.compile(r"\s*"))
+
+    def _closed(self) -> bool:
+        rest = self._text.strip()
+        if not END_MARK.startswith(rest):
+            return self._give_up()
+        if rest == END_MARK:
+            self._text = ""
+        return False
+
+    def _anything(self) -> bool:
+        self._content.append(self._text)
+        self._text = ""
+        return False
+
+    # ---- what they have in common
+
+    def _go_on(self, end: int, read: Callable[[], bool]) -> bool:
+        if self._index < 0:
+            self._said += self._text[:end]
+        self._text, self._read = self._text[end:], read
+        return bool(self._text)
+
+    def _wait(self, beginning: re.Pattern[str]) -> bool:
+        """Wait for more, where what is there may be the beginning of it; else it is no list of calls."""
+        return False if beginning.fullmatch(self._text) else self._give_up()
+
+    def _give_up(self) -> bool:
+        if self._count:
+            self._close()
+        self._content.append(self._said)
+        self._said, self._read = "", self._anything
+        return True
+
+    def _tell(self, name: str, value: Any) -> None:
+        piece = f"{json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}"
+        if self._count:
+            self._calls.append(CallPiece(self._index, None, f", {piece}"))
+        else:
+            self._begin(f"{{{piece}")
+        self._count += 1
+
+    def _close(self) -> None:
+        if self._count:
+            self._calls.append(CallPiece(self._index, None, "}"))
+        else:
+            self._begin("{}")
+        self._count = 0
+
+    def _begin(self, arguments: str) -> None:
+        self._index += 1
+        self._said = ""
+        self._calls.append(CallPiece(self._index, self._name, arguments))
+
+
+OPENING_BEGINNING = re.compile(
+    r"\s*(?:" + "|".join(re.escape("<|python_start|>"[:end]) for end in range(17)) + r")?(?:(?<=>)\s*)?\[?\s*"
+)
+CALL_BEGINNING = re.compile(r"\s*(?:[A-Za-z_][\w.\-]*\s*\(?\s*)?")
+KEYWORD_BEGINNING = re.compile(r"\s*(?:[A-Za-z_]\w*\s*)?")
+
+
+class _Literal:
+    """Finds where a Python literal ends: at a comma or a bracket that is not its own. Looks at each character once.
+
+    Args:
+        name: of the argument.
+        begin: where the literal begins.
+    """
+
+    def __init__(self, name: str, begin: int) -> None:
+        self.name, self.begin = name, begin
+        self._at = begin
+        self._brackets: list[str] = []
+        self._quote, self._escaped = "", False
+
+    def end(self, text: str) -> int | None:
+        """Where it ends; ``None`` as long as it goes on. ``text`` only ever grows. Mutates."""
+        while self._at < len(text):
+            if self._ends(text[self._at]):
+                return self._at
+            self._at += 1
+        return None
+
+    def _ends(self, character: str) -> bool:
+        if self._quote:
+            if self._escaped:
+                self._escaped = False
+            elif character == "\\":
+                self._escaped = True
+            elif character == self._quote:
+                self._quote = ""
+        elif character in "\"'":
+            self._quote = character
+        elif character in PAIRS:
+            self._brackets.append(PAIRS[character])
+        elif self._brackets and character == self._brackets[-1]:
+            self._brackets.pop()
+        else:
+            return not self._brackets and character in ",)]}"
+        return False
+
+
+def _value_of(text: str) -> Any:
+    """A literal of JSON or of Python as a plain value. Raises ``ValueError``."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        pass
+    try:
+        value = ast.literal_eval(text.strip())
+        json.dumps(value)
+    except (SyntaxError, TypeError, ValueError, MemoryError, RecursionError) as error:
+        raise ValueError(f"{text!r} is no literal") from error
+    return value
+
+
+def _keywords(arguments: str) -> str:
+    try:
+        values = json.loads(arguments)
+    except ValueError:
+        values = {}
+    return ", ".join(f"{name}={value!r}" for name, value in values.items()) if isinstance(values, dict) else ""
+
+
+def _call_rules(number: int, tool: Tool) -> list[str]:
+    """``name(a=…, b=…)``: what is required, in its order, then what may be left out."""
+    properties = dict(tool.schema.get("properties") or {})
+    required = [name for name in tool.schema.get("required") or () if name in properties]
+    optional = [name for name in properties if name not in required]
+    shared = {key: tool.schema[key] for key in ("$defs", "definitions") if key in tool.schema}
+    rules, places = [], {}
+    for place, name in enumerate([*required, *optional]):
+        if not KEYWORD.fullmatch(f"{name}="):
+            raise InvalidRequest("tools", f"{name!r} of {tool.name!r} cannot be written as a Python argument")
+        schema = properties[name] if isinstance(properties[name], dict) else {}
+        places[name] = f"arg_{number}_{place}"
+        rules.append(f"{places[name]}: {json.dumps(f'{name}=')} {places[name]}_value")
+        rules.append(f"{places[name]}_value: {embedded({**shared, **schema})}")
+    tail = "".join(f' (", " {places[name]})?' for name in optional)
+    if required:
+        inner = ' ", " '.join(places[name] for name in required) + tail
+    else:
+        starts = [
+            places[name] + "".join(f' (", " {places[other]})?' for other in optional[at + 1 :])
+            for at, name in enumerate(optional)
+        ]
+        inner = f"({' | '.join(starts)})?" if starts else ""
+    return [f'call_{number}: {json.dumps(f"{tool.name}(")} {inner} ")"', *rules]
