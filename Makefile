@@ -49,7 +49,7 @@ docs: install
 
 # Whole files to each of the workers: a file's tests share a model or a server.
 unit: install
-	$(BIN)/pytest -m "not slow" -n $(WORKERS) --dist loadfile $(TESTS)
+	$(BIN)/pytest -m "not slow" -n $(WORKERS) --dist loadfile --durations=40 --durations-min=4 $(TESTS)
 
 # Long sweeps, run by hand before a release.
 slow: install
