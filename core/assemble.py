@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DEFAULT_PAGES_WITHOUT_KV = 4096
+DEFAULT_BATCH_TOKENS = 2048
 REQUEST_LIMITS = (
     "max_waiting", "max_waiting_tokens", "queue_timeout", "max_n", "max_logprobs", "max_prompt_logprobs",
     "max_stop_strings", "max_stop_length", "max_stop_token_ids", "max_logit_bias",
@@ -211,7 +212,7 @@ def size_limits(config: EngineConfig, model: ModelInfo, executor: Executor) -> L
         )
     return Limits(
         max_model_len=length,
-        max_batch_tokens=config.max_batch_tokens,
+        max_batch_tokens=config.max_batch_tokens or executor.default_batch_tokens() or DEFAULT_BATCH_TOKENS,
         max_running=config.max_running,
         page_size=config.page_size,
         num_pages=pages,

@@ -96,7 +96,9 @@ class EngineConfig(BaseModel):
     num_pages: int | None = Field(None, ge=1, description="KV pages in the pool (default: sized from kv_memory)")
     kv_memory: Size = Field("1GiB", description="memory for the KV pool, e.g. 512MiB, when num_pages is not given")
     max_model_len: int | None = Field(None, ge=2, description="most tokens of one request (default: the model's)")
-    max_batch_tokens: int = Field(2048, ge=1, description="most tokens computed in one step")
+    max_batch_tokens: int | None = Field(
+        None, ge=1, description="most tokens computed in one step (default: 2048, or what the executor thinks best)"
+    )
     max_running: int = Field(64, ge=1, description="most requests that hold KV pages at once")
     max_waiting: int = Field(2048, ge=1, description="most requests in the queue; more are refused")
     max_waiting_tokens: int = Field(2**20, ge=1, description="most prompt tokens of requests that have not begun")

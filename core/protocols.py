@@ -482,6 +482,13 @@ class Executor(Plugin, ABC):
         """Pages worth allocating when the configuration does not say; ``None`` leaves it to the core's default."""
         return None
 
+    def default_batch_tokens(self) -> int | None:
+        """Most tokens of a step when the configuration does not say; ``None`` leaves it to the core's default.
+
+        Streams that run wait for a step as long as its tokens take: slow devices want fewer. Asked after ``load``.
+        """
+        return None
+
 
 class Attention(Plugin, ABC):
     """An attention backend over paged KV. Tensors are torch's; the core never looks at them.

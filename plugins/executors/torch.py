@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from engine.plugins.executors._runner import Runner
 
 
+CPU_BATCH_TOKENS = 512  # of a step: matrix products of more rows are no faster
+
+
 class TorchOptions(PluginOptions):
     """Options of the torch executor."""
 
@@ -72,6 +75,10 @@ class TorchExecutor(Executor):
     def allocate(self, num_pages: int, page_size: int) -> None:
         """Allocate K and V of every layer, zeroed, ``[num_pages, page_size, kv_heads, head_dim]``. Mutates."""
         self._loaded.allocate(num_pages, page_size)
+
+    def default_batch_tokens(self) -> int:
+        """Few on a CPU: a step of 512 takes a second there, and whoever is being written to waits for it."""
+        return CPU_BATCH_TOKENS
 
     def kv_layout(self) -> KVLayout | None:
         """K and then V of every layer in turn; ``None`` where they do not lie in this process's memory."""

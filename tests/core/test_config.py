@@ -8,6 +8,7 @@ from engine.core import ConfigError, EngineConfig, load_config
 from engine.core.assemble import assemble, size_limits
 from engine.core.config import flag_of, parse_bytes, variable_of
 from engine.core.protocols import ModelInfo
+from engine.plugins.executors.sim import SimExecutor
 
 
 def test_defaults():
@@ -123,9 +124,7 @@ def test_what_cannot_work_is_refused_at_the_start(config, message):
 
 
 def test_the_pool_is_sized_from_memory():
-    class Sized:
-        sampling = ()
-
+    class Sized(SimExecutor):
         def default_pages(self, page_size):
             return None
 
@@ -134,6 +133,17 @@ def test_the_pool_is_sized_from_memory():
     assert limits.num_pages == 64
     with pytest.raises(ConfigError, match="does not hold one page of 16384 bytes"):
         size_limits(EngineConfig(kv_memory="1KiB", page_size=16), model, Sized())
+
+
+def test_an_executor_may_say_how_many_tokens_a_step_should_have():
+    class Slow(SimExecutor):
+        def default_batch_tokens(self):
+            return 300
+
+    model = ModelInfo(name="m", vocab_size=10, max_model_len=100)
+    assert size_limits(EngineConfig(), model, Slow()).max_batch_tokens == 300
+    assert size_limits(EngineConfig(), model, SimExecutor()).max_batch_tokens == 2048
+    assert size_limits(EngineConfig(max_batch_tokens=7), model, Slow()).max_batch_tokens == 7
 
 
 def test_variables_of_others_are_left_alone():
