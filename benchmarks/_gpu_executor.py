@@ -196,6 +196,9 @@ def speed(report: Report, model: str) -> None:
             took = time.perf_counter() - began
             gaps = sorted(spans.gaps(rows))
             about = core.describe()["model"]
+            has = core.executor._runner._launcher is not None and core.executor._runner._launcher.graphs is not None
+        if way.graphs == "auto" and about["graphs"].startswith("of decode"):
+            report.check(has, f"graphs that {about['attention'][:40]} says it has")
         middle = f"{statistics.median(gaps):.0f} us" if gaps else "?"
         late = f"{gaps[int(0.9 * (len(gaps) - 1))]:.0f} us" if gaps else "?"
         loop = "overlap" if way.overlap else "sync"

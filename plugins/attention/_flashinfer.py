@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from engine.plugins.attention.flashinfer import FlashInferOptions
 
 DIMS = (64, 128, 256)  # sizes of a head that its kernels are written for
+MANY = 65  # queries of a row: from so many on, prefills on Hopper have kernels of their own
 DTYPES = (torch.float16, torch.bfloat16)
 FP8 = torch.float8_e4m3fn
 
@@ -95,20 +96,25 @@ class FlashInferKernels:
             raise ConfigError(f"attention flashinfer: kernels cannot be compiled or run: {one_line(error)}") from error
 
     def _try(self, layer: Layer) -> None:
-        """Two rows on a page that both have, and one of their own, by every wrapper that may be asked."""
+        """Two rows on a page that both have, and one of their own, by every wrapper that may be asked.
+
+        And a row of many queries: on Hopper prefills of more than 64 a row have kernels of their own.
+        """
         step = Step(Batch(starts=[1, 1], counts=[1, 1], pages=[[0, 1], [0, 2]], page_size=1))
         (plain,), (shared,) = step.parts("split", None), step.parts("split", Sharing(1, 2))
         kinds: dict[Kind, Part] = {"decode": plain, "prefill": plain}
         if layer.window is None:
             kinds |= {"batch": plain} if self._options.mixed == "batch" else {}
             kinds |= {"cascade": shared} if self._sharing is not None else {}
-        query = torch.zeros(2, layer.heads, layer.dim, dtype=layer.dtype, device=self._device)
+        (many,) = Step(Batch(starts=[0], counts=[MANY], pages=[[0] * MANY], page_size=1)).parts("split", None)
+        query = torch.zeros(MANY, layer.heads, layer.dim, dtype=layer.dtype, device=self._device)
         pages = torch.zeros(3, 1, layer.kv_heads, layer.dim, dtype=layer.kv_dtype, device=self._device)
-        for kind, part in kinds.items():
+        for kind, part in [*kinds.items(), ("prefill", many)]:
+            self._wait()
             wrapper = self._wrapper(kind, layer)
             wrapper.plan([self._tables(tables) for tables in part.tables], step.size)
-            wrapper.run(query, (pages, pages), None)
-        self._mark()
+            wrapper.run(query[: int(part.tables[-1].queries[-1])], (pages, pages), None)
+            self._mark()
 
     def plan_batch(self, batch: Batch) -> None:
         """Lay out rows. Each kind of layer is planned when the first of them asks."""

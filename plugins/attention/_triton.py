@@ -42,6 +42,9 @@ FLOAT8 = torch.float8_e4m3fn
 FUSED: dict[str, Any] = {} if kernels.INTERPRETED else {"enable_fp_fusion": True}  # later Tritons do not by default
 
 
+WARM = 17  # queries of a chunk: one more than narrow tiles take
+
+
 class Launch(NamedTuple):
     """Items that are worked on with the same tiles: narrow ones (decodes, a few drafts) or wide ones (prompts)."""
 
@@ -97,6 +100,36 @@ class Paged:
     def limit(self, tokens: int) -> None:
         """No request becomes longer than this. Mutates."""
         self._longest = tokens
+
+    def compile(self, layers: Sequence[AttentionLayer], dtype: str, page_size: int) -> None:
+        """Compile what these layers need, where there is something to compile: not in the interpreter."""
+        if self._device.type == "cuda":
+            with torch.cuda.device(self._device), torch.inference_mode():
+                self.warm(layers, dtype, page_size)
+
+    def warm(self, layers: Sequence[AttentionLayer], dtype: str, page_size: int) -> None:
+        """Run every kernel that these layers may need once, so that none is compiled in a step. Call after ``expect``.
+
+        A decode and a chunk behind contexts so long that both are cut in pieces. All on one page of zeros.
+        """
+        long = 64 * self._processors
+        tables = [[0] * -(-(long + WARM) // page_size)] * 2
+        batch = Batch(
+            starts=[long, long], counts=[1, WARM], pages=tables, page_size=page_size, device=self._device
+        )  # fmt: skip
+
+        def new(heads: int, size: int, kind: str = dtype, *first: int) -> Tensor:
+            return torch.zeros(*(first or (1 + WARM,)), heads, size, dtype=getattr(torch, kind), device=self._device)
+
+        self.plan_batch(batch)
+        for layer in dict.fromkeys(layers):
+            pages = [new(layer.kv_heads, size, layer.kv_dtype or dtype, 1, page_size)
+                     for size in (layer.k_dim, layer.v_dim)]  # fmt: skip
+            self.write(new(layer.kv_heads, layer.k_dim), new(layer.kv_heads, layer.v_dim), pages[0], pages[1])
+            self.attend(
+                new(layer.heads, layer.k_dim), pages[0], pages[1], layer.scale, layer.window or 0, layer.soft_cap or 0.0
+            )
+        self._step = None
 
     # ---- a step
 

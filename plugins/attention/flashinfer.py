@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("float16", "bfloat16")
 OLDEST = (8, 0)  # compute capability
-LEAST_WORKSPACE = 16 << 20
+LEAST_WORKSPACE = 32 << 20  # what prefills of many heads take for their parts on the largest devices
 
 
 class FlashInferOptions(PluginOptions):
@@ -52,7 +52,7 @@ class FlashInferOptions(PluginOptions):
     @classmethod
     def _enough(cls, value: str) -> str:
         if parse_bytes(value) < LEAST_WORKSPACE:
-            raise ValueError("must be at least 16MiB")
+            raise ValueError("must be at least 32MiB")
         return value
 
 

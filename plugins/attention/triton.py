@@ -86,10 +86,11 @@ class TritonAttention(Attention):
         return None
 
     def start(self, context: Context) -> None:
-        """Note how long a request may become: graphs have room for as many pages."""
+        """Note how long a request may become: graphs have room for as many pages. On a device, compile."""
         self._longest = context.limits.max_model_len
         if self._impl is not None:
             self._impl.limit(self._longest)
+            self._impl.compile(self._layers, self._dtype, context.limits.page_size)
 
     def plan_batch(self, batch: Batch) -> None:
         """Lay out lengths and page tables, once for all layers. Raises ``ConfigError`` where Triton cannot be had."""

@@ -51,10 +51,10 @@ class DecodeGraphs:
         self.sizes = sorted(set(sizes))
         self._device, self._scratch, self._page_size, self._plan = device, scratch, page_size, plan
         self.ids, self.positions = torch.zeros(2, self.sizes[-1], dtype=torch.long, device=device).unbind()
-        everything = torch.arange(self.sizes[-1], device=device)
+        self._everything = torch.arange(self.sizes[-1], device=device)  # graphs read it as long as they live
 
         def work(size: int) -> Captured:
-            logits = forward(self.ids[:size], self.positions[:size], everything[:size]).float()
+            logits = forward(self.ids[:size], self.positions[:size], self._everything[:size]).float()
             best, tokens = logits.max(dim=-1)
             return Captured(logits, best, tokens)
 

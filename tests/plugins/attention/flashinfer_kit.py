@@ -10,7 +10,7 @@ import torch
 from engine.plugins.attention.flashinfer import FlashInferAttention
 from engine.testing.paged import PagedMemory, Row, Shape
 
-SMALL = {"workspace": "16MiB"}
+SMALL = {"workspace": "32MiB"}
 ROWS = [(40, 1), (0, 9), (33, 1), (36, 1), (50, 7), (9, 1), (40, 1)]
 SHARING = {"cascade": 16, "cascade_rows": 3}
 

@@ -190,7 +190,7 @@ def test_what_kernels_do_not_take_is_refused() -> None:
         backend.plan_batch(Batch(starts=[0, 4], counts=[2, 1], pages=[[0], [1]], page_size=4))
     with pytest.raises(RuntimeError, match="comes first"):
         OnStandIn().attend(*(torch.zeros(1, 1, 64) for _ in range(3)), 1.0)
-    with pytest.raises(ConfigError, match="option workspace: .*at least 16MiB"):
+    with pytest.raises(ConfigError, match="option workspace: .*at least 32MiB"):
         make("attention", "flashinfer", {"workspace": "1MiB"})
 
 

@@ -4,6 +4,7 @@ of its own, which ``test_triton.py`` starts; by hand: ``TRITON_INTERPRET=1 pytes
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -14,6 +15,7 @@ from engine import LLM, SamplingParams
 from engine.core import AttentionLayer, Batch, ConfigError, Context, Limits, ModelError, ModelInfo
 from engine.core.pages import PagePool
 from engine.core.registry import make
+from engine.plugins.attention import _triton
 from engine.testing import AttentionSuite
 from engine.testing.paged import PagedMemory, Row, Shape, dense, poisoned_memory
 
@@ -33,6 +35,33 @@ class TestTriton(AttentionSuite):
     @classmethod
     def situations(cls):
         return super().situations()[::4]  # each type, each size of pages, each shape of heads
+
+
+def test_every_kernel_is_run_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device would compile them then: narrow and wide tiles, whole and in pieces, with a window and without."""
+    paged = _triton.Paged(torch.device("cpu"), 20, None)
+    plain = AttentionLayer(heads=2, kv_heads=1, k_dim=16, v_dim=16, scale=1.0)
+    layers = [plain, dataclasses.replace(plain, window=5, soft_cap=2.0)]
+    seen: set[tuple[str, Any, bool]] = set()
+
+    class Noted:
+        def __init__(self, name: str) -> None:
+            self.name, self.kernel = name, getattr(_triton.kernels, name)
+
+        def __getitem__(self, grid: Any) -> Any:
+            def launched(*args: Any, **options: Any) -> None:
+                seen.add((self.name, options.get("BLOCK_M"), bool(options.get("WINDOWED"))))
+                self.kernel[grid](*args, **options)
+
+            return launched
+
+    for name in ("attend", "merge", "write"):
+        monkeypatch.setattr(_triton.kernels, name, Noted(name))
+    paged.expect(layers, "float32")
+    paged.warm(layers, "float32", 16)
+    assert len({kind for kind in seen if kind[0] == "attend"}) >= 2, seen
+    assert len({kind for kind in seen if kind[0] == "merge"}) == 2, seen
+    assert any(kind[0] == "write" for kind in seen)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ a graph, static buffers, who waits for what) is what runs on a GPU.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import subprocess
@@ -19,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from engine.core.errors import ConfigError, ExecutionError
 from engine.core.pipeline import Pipeline
@@ -309,6 +311,29 @@ def test_a_decode_step_of_every_kind_of_model_can_be_captured(tiny: Callable[...
         )  # fmt: skip
         found = graphs.replay(3, [0, 0], [[0], [1]])
     assert found.logits.shape == (3, model.vocab_size)
+
+
+def test_a_capture_keeps_no_python_so_graphs_keep_what_they_read(tiny: Callable[..., Path]) -> None:
+    """A CUDA graph holds addresses alone: what is not held elsewhere is somebody else's memory at the next step."""
+    model, backend, kept = loaded(tiny("llama")), Replayable(), []
+
+    def forward(ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        kept.extend(StorageWeakRef(given.untyped_storage()) for given in (ids, positions, keep))
+        return model.run(ids, positions, keep)
+
+    def capture(plan: Callable[[], None], work: Callable[[], Any]) -> Callable[[], Any]:
+        plan()
+        found = work()
+        return lambda: found
+
+    with torch.inference_mode(), active(PagedLayers(backend, model.layers, 5, 4, torch.float32)):
+        graphs = DecodeGraphs(
+            sizes=(2,), device=CPU, scratch=4, page_size=4, plan=backend.plan_graph, forward=forward, capture=capture
+        )
+    gc.collect()
+    assert graphs.sizes == [2]
+    assert len(kept) == 3
+    assert not any(storage.expired() for storage in kept), "read by the graph, and kept by nobody"
 
 
 def test_work_that_waits_for_the_device_is_not_captured(tiny: Callable[..., Path], monkeypatch: Any) -> None:
