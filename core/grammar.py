@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.core.errors import EngineError
+from engine.core.errors import EngineError, one_line
 
 if TYPE_CHECKING:
     from engine.core.models.tokenizer import Tokenizer
@@ -21,6 +22,10 @@ Words = NDArray[np.int32]
 
 Kind = Literal["json", "regex", "choice", "lark"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+SLOW_MASK = 0.05  # seconds of processor time: a step waits for each of its masks
+MOST_SLOW = 5  # such masks of one request
 
 
 class GrammarError(EngineError):
@@ -96,7 +101,8 @@ def vocabulary_of(tokenizer: Tokenizer, model: ModelInfo) -> Vocabulary:
     """The vocabulary of a served model. Takes a few tenths of a second."""
     tokens = [tokenizer.token_bytes(token) for token in range(min(tokenizer.vocab_size, model.vocab_size))]
     ends = frozenset(token for token in model.eos_ids if token < model.vocab_size)
-    return Vocabulary(tokens=tokens, eos_ids=ends, special_ids=tokenizer.special_ids, size=model.vocab_size)
+    special = frozenset(token for token in tokenizer.special_ids if token < model.vocab_size)
+    return Vocabulary(tokens=tokens, eos_ids=ends, special_ids=special, size=model.vocab_size)
 
 
 class Guide:
@@ -117,6 +123,7 @@ class Guide:
         self._seen: list[int] = []
         self._fed = 0  # so many of them the matcher has: all, or those before the end
         self._certain = 0
+        self._slow = 0
 
     def allowed(self, tokens: Sequence[int], first: int, committed: int, pending: Sequence[int] = ()) -> Words:
         """The mask of the next token; valid until the next call. Mutates what is remembered, not the arguments.
@@ -126,13 +133,22 @@ class Guide:
             pending: what comes after those: sampled by a step in flight, or drafts to try.
 
         Raises:
-            GrammarError: the output is none of the grammar's, or the grammar became too complex to follow.
+            GrammarError: the output is none of the grammar's, or the grammar became too complex to follow, or too slow.
         """
-        self._follow(tokens, first, committed, pending)
-        if self._fed < len(self._seen):
-            return self._end_only
-        self._mask.fill(0)
-        self._matcher.fill(self._mask)
+        try:
+            self._follow(tokens, first, committed, pending)
+            if self._fed < len(self._seen):
+                return self._end_only
+            self._mask.fill(0)
+            began = time.thread_time()
+            self._matcher.fill(self._mask)
+        except GrammarError:
+            raise
+        except Exception as error:  # of a library: this request's trouble, and nobody else's
+            raise GrammarError(f"the grammar cannot be followed: {one_line(error)}") from error
+        self._slow += time.thread_time() - began > SLOW_MASK
+        if self._slow >= MOST_SLOW:
+            raise GrammarError(f"{MOST_SLOW} masks of the grammar took more than {SLOW_MASK:g} s each")
         return self._mask
 
     def _follow(self, tokens: Sequence[int], first: int, committed: int, pending: Sequence[int]) -> None:

@@ -1,7 +1,7 @@
 """Grammars are compiled beside the engine's thread: a request is parked on ``grammar`` until its own is there.
 
 A compile that takes too long is given up, not waited for: threads cannot be stopped, so it goes on without anybody who
-waits for it, in the place of which another begins. Only so many may be lost at once.
+waits for it, in the place of which another begins. Where so many are lost, no other is begun.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from engine.core.errors import EngineError, InvalidRequest, one_line
 from engine.core.grammar import Grammar, Guide, Vocabulary
-from engine.core.protocols import CompiledGrammar, GrammarCompiler
+from engine.core.protocols import CompiledGrammar, GrammarCompiler, Matcher
 from engine.core.request import Request
 
 if TYPE_CHECKING:
@@ -28,7 +28,10 @@ log = logging.getLogger(__name__)
 
 GRAMMAR = "grammar"  # what a request is parked on
 REMEMBERED = 64  # compiled grammars that are kept for the next who asks
-MOST_LOST = 4  # compiles that were given up and have not ended
+MOST_LOST = 4  # compiles that were given up and have not ended: with as many, none is begun
+MOST_MATCHERS = 16  # that a job makes: what compiling may take is no limit for a crowd
+STACK = 64 << 20  # bytes of a compiling thread's: libraries go deeper with every rule that refers to another
+STACK_A_BYTE = 1024  # of a grammar
 CLOSE_SECONDS = 5.0
 
 Key = tuple[str, str]
@@ -36,12 +39,18 @@ Key = tuple[str, str]
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One grammar being compiled, and who waits for it."""
+    """One grammar being compiled, and who waits for it.
+
+    Attributes:
+        began: when, in seconds of ``time.monotonic``.
+        matchers: for some of those who wait, all if they are few.
+    """
 
     grammar: Grammar
     waiting: dict[Request, None] = field(default_factory=dict)
-    began: float | None = None  # when it was begun, in seconds of ``time.monotonic``
+    began: float | None = None
     compiled: CompiledGrammar | None = None
+    matchers: dict[Request, Matcher] = field(default_factory=dict)
     error: InvalidRequest | None = None
     given_up: bool = False
 
@@ -123,9 +132,7 @@ class GrammarDesk:
         if kept is not None:
             self._kept.move_to_end(key)
             job.compiled, job.error = (None, kept) if isinstance(kept, InvalidRequest) else (kept, None)
-            self._done.append(job)
-        else:
-            self._queue.append(job)
+        (self._queue if job.error is None else self._done).append(job)
 
     def _run(self, job: Job) -> None:
         if not job.waiting:  # all of them have left meanwhile
@@ -137,14 +144,23 @@ class GrammarDesk:
             self._finish(job)
             return
         thread = threading.Thread(target=self._compile, args=(job,), name="grammar", daemon=True)
-        self._working[job] = thread
-        thread.start()
+        usual = threading.stack_size(max(STACK, STACK_A_BYTE * len(job.grammar.text)))
+        try:
+            thread.start()
+        except RuntimeError as error:
+            job.error = InvalidRequest(job.grammar.field, f"cannot be compiled now: {error}")
+            self._finish(job)
+        else:
+            self._working[job] = thread
+        finally:
+            threading.stack_size(usual)
 
     def _ended(self, job: Job) -> None:
         self._working.pop(job, None)
-        if self._lost.pop(job, None) is not None:
-            return
         key = (job.grammar.kind, job.grammar.text)
+        if self._lost.pop(job, None) is not None:
+            self._kept.pop(key, None)  # whoever asks again finds out whether the machine was only busy
+            return
         outcome = job.error if job.compiled is None else job.compiled
         if outcome is not None:
             self._kept[key] = outcome
@@ -161,18 +177,23 @@ class GrammarDesk:
         self._finish(job)
 
     def _finish(self, job: Job) -> None:
-        """Tell those who wait. Mutates."""
+        """Tell those who wait, and have matchers made for those who came too late for one. Mutates."""
         del self._jobs[job.grammar.kind, job.grammar.text]
+        left = Job(job.grammar, compiled=job.compiled)
         for request in job.waiting:
             if request.finished:
                 continue
             if job.error is not None:
                 self._core.refuse(request, _named(job.error, request))
-                continue
-            assert job.compiled is not None
-            assert self._vocabulary is not None
-            request.guide = Guide(job.compiled.matcher(), self._vocabulary)
-            self._core.ready(request.id, GRAMMAR)
+            elif (matcher := job.matchers.get(request)) is None:
+                left.waiting[request] = None
+            else:
+                assert self._vocabulary is not None
+                request.guide = Guide(matcher, self._vocabulary)
+                self._core.ready(request.id, GRAMMAR)
+        if left.waiting:
+            self._jobs[job.grammar.kind, job.grammar.text] = left
+            self._queue.append(left)
 
     # ---- in a compiling thread
 
@@ -181,17 +202,22 @@ class GrammarDesk:
         try:
             vocabulary, compiler = self._prepared(field)
             job.began = time.monotonic()
-            compiled = compiler.compile(job.grammar)
-            mask = np.zeros(vocabulary.words, np.int32)
-            compiled.matcher().fill(mask)
-            if not mask.any():
-                raise InvalidRequest(field, "no text satisfies this grammar")
-            if not job.given_up:
+            compiled, first = job.compiled, None
+            if compiled is None:
+                compiled = compiler.compile(job.grammar)
+                first, mask = compiled.matcher(), np.zeros(vocabulary.words, np.int32)
+                first.fill(mask)
+                if not mask.any():
+                    raise InvalidRequest(field, "no text satisfies this grammar")
+            for request in list(job.waiting)[:MOST_MATCHERS]:
+                job.matchers[request] = compiled.matcher() if first is None else first
+                first = None
+            if not job.given_up and job.compiled is None:
                 job.compiled = compiled
                 self.compiled += 1
         except InvalidRequest as error:
             job.error = job.error or error
-        except Exception as error:  # whatever a library raises is one request's trouble
+        except BaseException as error:  # whatever a library raises is one request's trouble, its panics included
             log.exception("a grammar of kind %s could not be compiled", job.grammar.kind)
             job.error = job.error or InvalidRequest(field, f"cannot be compiled: {one_line(error)}")
         finally:

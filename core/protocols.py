@@ -660,7 +660,8 @@ class CompiledGrammar(Protocol):
     """A grammar that is ready. May be shared by any number of requests."""
 
     def matcher(self) -> Matcher:
-        """A new matcher at the beginning, which has nothing in common with others."""
+        """A new matcher at the beginning, which has nothing in common with others. Called where grammars are compiled,
+        and may take as long."""
 
 
 class GrammarCompiler(Plugin, ABC):

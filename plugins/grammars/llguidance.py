@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
@@ -78,11 +79,14 @@ class LLGuidanceCompiler(GrammarCompiler):
             source = self._source(grammar)
         except ValueError as error:
             raise InvalidRequest(grammar.field, _short(str(error))) from error
-        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
+        compiled = LLGuidanceGrammar(partial(LLMatcher, self._tokenizer, source, log_level=0, limits=self._limits))
+        matcher = compiled.new()
         words = matcher.get_error() or "; ".join(matcher.get_grammar_warnings())
+        if not words and grammar.kind == "lark":
+            words = _not_followed(matcher)
         if words:
             raise InvalidRequest(grammar.field, f"cannot be compiled: {_short(words)}")
-        return LLGuidanceGrammar(matcher)
+        return compiled
 
     def _source(self, grammar: Grammar) -> str:
         from llguidance import LLMatcher
@@ -99,14 +103,15 @@ class LLGuidanceCompiler(GrammarCompiler):
 
 
 class LLGuidanceGrammar:
-    """A matcher at the beginning, of which all others are copies."""
+    """A grammar that compiles. Each matcher compiles it anew: copies would share the states of a lexer, and its limits,
+    so that an output that runs into them would take all others with it."""
 
-    def __init__(self, first: LLMatcher) -> None:
-        self._first = first
+    def __init__(self, new: Callable[[], LLMatcher]) -> None:
+        self.new = new
 
     def matcher(self) -> LLGuidanceMatcher:
-        """A copy."""
-        return LLGuidanceMatcher(self._first.deep_copy())
+        """A new one."""
+        return LLGuidanceMatcher(self.new())
 
 
 class LLGuidanceMatcher:
@@ -170,6 +175,14 @@ class _Tokens:
             ids.append(self._ids[data[at:end]])
             at = end
         return ids
+
+
+def _not_followed(matcher: LLMatcher) -> str:
+    """Why outputs of a grammar cannot be taken back (it has rules with ``max_tokens=`` or ``stop=``); else nothing."""
+    token = next((at for at, bias in enumerate(matcher.compute_logit_bias()) if bias), None)
+    if token is not None and matcher.consume_token(token):
+        matcher.rollback(1)
+    return str(matcher.get_error()).partition("\n")[0]
 
 
 def _quoted(text: str) -> str:

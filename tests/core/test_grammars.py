@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import random
 import re
+import string
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -17,8 +21,10 @@ from hypothesis import strategies as st
 
 from engine import LLM
 from engine.core import Grammar, GrammarCompiler, GrammarError, InvalidRequest, SamplingParams
-from engine.core.grammar import Guide, unpacked
-from engine.core.grammar_desk import MOST_LOST
+from engine.core import grammar as grammar_module
+from engine.core.grammar import Guide, unpacked, vocabulary_of
+from engine.core.grammar_desk import MOST_LOST, MOST_MATCHERS
+from engine.core.protocols import ModelInfo
 from engine.core.registry import make
 from engine.core.replay import own
 from engine.core.replay.own import RecordingCore
@@ -358,6 +364,122 @@ def test_a_compiler_that_raises_is_one_requests_trouble(caplog):
 
 
 # ---- the guide
+
+
+def _chain(links):
+    """A schema that refers on and on, without being nested."""
+    names = ["".join(pair) for pair in itertools.islice(itertools.product(string.ascii_letters, repeat=2), links)]
+    steps = {one: {"anyOf": [{"$ref": f"#/$defs/{two}"}, {"type": "null"}]} for one, two in itertools.pairwise(names)}
+    whole = {"$defs": {**steps, names[-1]: {"type": "null"}}, "$ref": f"#/$defs/{names[0]}"}
+    return json.dumps(whole, separators=(",", ":"))
+
+
+DEEP = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from test_grammars import Grammar, SamplingParams, _chain, core_of, compiled
+core = core_of("llguidance")
+one = core.add([1], SamplingParams(max_tokens=4, grammar=Grammar.json(_chain(1250))))
+two = core.add([1], SamplingParams(max_tokens=4, grammar=Grammar.lark(
+    "\\n".join([*(f'a{n}: "x" a{n + 1}' for n in range(3000)), 'a3000: "y"', "start: a0"]))))
+compiled(core)
+while core.has_work:
+    core.step()
+assert one.finish is not None and two.finish is not None
+core.close()
+print("alive")
+"""
+
+
+def test_a_schema_that_refers_on_and_on_does_not_end_the_process():
+    """The library goes deeper with every reference: an overrun stack is no exception but the end."""
+    library()
+    command = [sys.executable, "-c", DEEP, str(Path(__file__).parent)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "alive" in done.stdout
+
+
+def test_what_one_output_runs_into_is_nobody_elses():
+    """Matchers of one grammar share no limit: the states of one output's lexer are not another's."""
+    library()
+    compiler = make("grammar", "llguidance", {"max_lexer_states": 2000})
+    compiler.prepare(VOCABULARY)
+    grammar = compiler.compile(Grammar.regex("y[a-z]+|x(a|b)*a(a|b){40}c"))
+    rng, one, other = random.Random(3), grammar.matcher(), grammar.matcher()
+    token = {data: at for at, data in reversed([*enumerate(VOCABULARY.tokens)]) if len(data) == 1}
+    one.accept(token[b"x"])
+
+    def on_and_on():
+        for _ in range(5000):
+            one.accept(token[rng.choice([b"a", b"b"])])
+            one.fill(np.zeros(VOCABULARY.words, np.int32))
+
+    with pytest.raises(GrammarError, match="too many"):
+        on_and_on()
+    for matcher in (other, grammar.matcher()):
+        for data in (b"y", b"a", b"b", b"c"):
+            assert matcher.accept(token[data])
+
+
+def test_marks_beyond_the_vocabulary_are_none_of_it():
+    """Gemma 3 has such: a tokenizer with a special token that the model has no logit for."""
+
+    class Tokens:
+        vocab_size, special_ids = 6, frozenset({0, 5, 7})
+
+        @staticmethod
+        def token_bytes(token):
+            return b"" if token in (0, 5) else bytes([96 + token])
+
+    found = vocabulary_of(Tokens(), ModelInfo(name="m", vocab_size=6, max_model_len=9, eos_ids=frozenset({0})))
+    assert found.special_ids == {0, 5}
+    library()
+    compiler = make("grammar", "llguidance")
+    compiler.prepare(found)
+    assert compiler.compile(Grammar.choice(["ab"])).matcher().accept(1)
+
+
+def test_a_grammar_that_cannot_be_taken_back_is_refused():
+    library()
+    compiler = make("grammar", "llguidance")
+    compiler.prepare(VOCABULARY)
+    with pytest.raises(InvalidRequest, match="rollback not supported with max_tokens"):
+        compiler.compile(Grammar.lark('start: "ab" a "x"\na[max_tokens=3]: /[a-z]+/'))
+
+
+def test_masks_that_take_too_long_and_errors_of_libraries_end_one_request(monkeypatch):
+    """All rows of a step wait for a mask."""
+    clock = itertools.count()
+    monkeypatch.setattr(grammar_module.time, "thread_time", lambda: next(clock) * 0.06)
+
+    class Any:
+        accepting = False
+
+        def fill(self, mask):
+            mask[:] = -1
+
+        def accept(self, token):
+            raise IndexError("of the library")
+
+    guide = Guide(Any(), VOCABULARY)
+    for _ in range(4):
+        guide.allowed([1], 1, 1)
+    with pytest.raises(GrammarError, match=r"5 masks of the grammar took more than 0\.05 s each"):
+        guide.allowed([1], 1, 1)
+    with pytest.raises(GrammarError, match="IndexError: of the library"):
+        Guide(Any(), VOCABULARY).allowed([1, 2], 1, 2)
+
+
+def test_more_requests_than_a_job_makes_matchers_for():
+    library()
+    core = core_of("llguidance", max_running=64, num_pages=400)
+    grammar = Grammar.choice(["yes", "no"])
+    asked = [core.add([1, n], SamplingParams(max_tokens=4, grammar=grammar)) for n in range(3 * MOST_MATCHERS + 1)]
+    run(core)
+    assert {text_of(request) for request in asked} <= {"yes", "no"}
+    assert core.grammars.compiled == 1
+    core.close()
 
 
 @settings(max_examples=60, deadline=None)
