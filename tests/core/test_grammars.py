@@ -379,7 +379,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 from test_grammars import Grammar, SamplingParams, _chain, core_of, compiled
 core = core_of("llguidance")
-one = core.add([1], SamplingParams(max_tokens=4, grammar=Grammar.json(_chain(1250))))
+one = core.add([1], SamplingParams(max_tokens=4, grammar=Grammar.json(_chain(1190))))
 two = core.add([1], SamplingParams(max_tokens=4, grammar=Grammar.lark(
     "\\n".join([*(f'a{n}: "x" a{n + 1}' for n in range(3000)), 'a3000: "y"', "start: a0"]))))
 compiled(core)
