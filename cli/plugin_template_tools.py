@@ -69,10 +69,11 @@ class Reader:
         """The answer is over."""
         try:
             calls = self._objects()
-            pieces = [CallPiece(n, call["name"], json.dumps(call["parameters"])) for n, call in enumerate(calls)]
+            values = [json.dumps(call["parameters"], allow_nan=False) for call in calls]
+            pieces = [CallPiece(n, call["name"], values[n]) for n, call in enumerate(calls)]
         except (ValueError, TypeError, KeyError, RecursionError):
             return self._heard()
-        if not all(isinstance(piece.name, str) for piece in pieces):
+        if not all(isinstance(piece.name, str) and piece.name.isprintable() for piece in pieces):
             return self._heard()
         return Heard(calls=tuple(pieces))
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from engine.core.protocols import ToolParser
 
 JSON_SPACE = r"[\x20\x0A]{0,8}"
+TOO_DEEP = "is nested too deeply"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +52,28 @@ class CallPiece(NamedTuple):
 
 
 class Heard(NamedTuple):
-    """What text turned out to be: words for the reader, and pieces of calls."""
+    """What text turned out to be: words for the reader, and pieces of calls. Of one character (frontends push no more
+    at once) the order is: pieces of the call that had begun, the words, calls that begin.
+    """
 
     content: str = ""
     calls: tuple[CallPiece, ...] = ()
 
 
 def embedded(schema: Mapping[str, Any]) -> str:
-    """A JSON schema inside a Lark grammar; few blanks in a row, for small models may never stop otherwise."""
-    return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": JSON_SPACE}})
+    """A JSON schema inside a Lark grammar; few blanks in a row, for small models may never stop otherwise.
+
+    Raises ``InvalidRequest`` for one that is nested too deeply.
+    """
+    try:
+        return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": JSON_SPACE}})
+    except RecursionError as error:
+        raise InvalidRequest("tools", TOO_DEEP) from error
+
+
+def mended(text: str) -> str:
+    """Text that UTF-8 can have: surrogates that make a pair are the character, one that stands alone is U+FFFD."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def rendered(
@@ -75,8 +89,21 @@ def rendered(
         messages: as OpenAI has them, arguments of calls as text.
 
     Raises:
-        InvalidRequest: as ``Tokenizer.render_chat``; tools without a parser.
+        InvalidRequest: as ``Tokenizer.render_chat``; tools without a parser; what is nested too deeply to be written.
     """
+    try:
+        return _rendered(tokenizer, parser, messages, tools, more)
+    except RecursionError as error:  # of values that the client has sent: templates and parsers write them
+        raise InvalidRequest("messages", f"something in it, or in the tools, {TOO_DEEP}") from error
+
+
+def _rendered(
+    tokenizer: Tokenizer,
+    parser: ToolParser | None,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Tool],
+    more: Mapping[str, Any],
+) -> str:
     talks_of_tools = bool(tools) or any(message.get("tool_calls") or message["role"] == "tool" for message in messages)
     if not talks_of_tools:
         return tokenizer.render_chat(messages, **more)
@@ -106,6 +133,8 @@ def _for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
 def _valued(function: Mapping[str, Any]) -> dict[str, Any]:
     try:
         value = json.loads(function["arguments"] or "{}")
+    except RecursionError as error:
+        raise InvalidRequest("messages", f"a call's arguments: {TOO_DEEP}") from error
     except ValueError:
         value = function["arguments"]  # the model wrote no JSON: it may see that
     return {**function, "arguments": value}

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine.core.outputs import Chunk, Completion
+from engine.core.sampling import TokenLogprobs
 from engine.plugins.frontends._errors import HTTPError
 from engine.plugins.frontends._openai_answers import Wish
-from engine.plugins.frontends._openai_logprobs import Names, chat_logprobs
+from engine.plugins.frontends._openai_logprobs import Names, Offsets, chat_logprobs
 from engine.plugins.frontends._openai_responses import FunctionChoice, ResponsesRequest
-from engine.plugins.frontends._openai_tools import CallReader, Said
+from engine.plugins.frontends._openai_tools import CallReader
 
 if TYPE_CHECKING:
     from engine.core.models.tokenizer import Tokenizer
@@ -32,6 +33,9 @@ class ResponseEvents:
         self._logs = request.wants_logprobs
         toolset, parser = wish.toolset, wish.parser
         self._reader = CallReader(parser, toolset) if toolset is not None and parser is not None else None
+        hides = tokenizer is not None and wish.params.skip_special_tokens
+        self._hidden = tokenizer.special_ids if tokenizer is not None and hides else frozenset()
+        self._held: list[Any] = []  # log-probabilities of tokens that are neither words nor a call yet
         self._open: dict[str, Any] | None = None
         self._output: list[dict[str, Any]] = []
         self.response: dict[str, Any] = {
@@ -59,7 +63,8 @@ class ResponseEvents:
 
     def whole(self, completion: Completion) -> dict[str, Any]:
         """The whole response."""
-        self.piece(completion)
+        for text, found, last in self._tokens(completion):
+            self._told(text, found, last=last)
         self._close(_status(completion))
         self.end(completion)
         return self.response
@@ -71,15 +76,7 @@ class ResponseEvents:
 
     def piece(self, chunk: Chunk | Completion) -> list[Event]:
         """What a piece of the answer brings; the last one closes what is open."""
-        last = chunk.finish_reason is not None
-        said = Said(chunk.text) if self._reader is None else self._reader.push(chunk.text, last=last)
-        logs = chat_logprobs(self._names, chunk.logprobs or ())["content"] if self._logs else []
-        events = self._text(said.content, logs) if said.content or (logs and not said.calls) else []
-        for call_id, piece in said.calls:
-            if call_id is not None:
-                events += [*self._close(), *self._begin_call(call_id, piece.name or "")]
-            events += self._argue(piece.arguments)
-        return events
+        return self._told(chunk.text, chunk.logprobs or (), last=chunk.finish_reason is not None)
 
     def end(self, last: Chunk | Completion) -> Event:
         """The last event: the response is complete, or was cut."""
@@ -106,6 +103,40 @@ class ResponseEvents:
         ]
 
     # ---- inside
+
+    def _tokens(self, completion: Completion) -> Iterator[tuple[str, Sequence[TokenLogprobs], bool]]:
+        """A whole answer as a stream brings it, so that log-probabilities are told with the same words."""
+        text, found = completion.text, completion.logprobs or ()
+        if not self._logs or self._reader is None or not found:
+            yield text, found, True
+            return
+        offsets = Offsets(self._names, self._hidden)
+        ends = [*[offsets.next(one.token) for one in found][1:], len(text)]
+        begin = 0
+        for number, (one, end) in enumerate(zip(found, ends, strict=True), 1):
+            yield text[begin:end], (one,), number == len(found)
+            begin = max(begin, end)
+
+    def _told(self, text: str, found: Sequence[TokenLogprobs], *, last: bool) -> list[Event]:
+        """What text and its tokens bring. Tokens that make a call are told without log-probabilities."""
+        logs = chat_logprobs(self._names, found)["content"] if self._logs else []
+        if self._reader is None:
+            return self._text(text, logs) if text or logs else []
+        said = self._reader.push(text, last=last)
+        logs = [*self._held, *logs]
+        self._held = [] if said.parts else logs
+        events: list[Event] = []
+        for part in said.parts:
+            if isinstance(part, str):
+                events += self._text(part, logs)
+                logs = []
+                continue
+            if part.call_id is not None:
+                events += [*self._close(), *self._begin_call(part.call_id, part.piece.name or "")]
+            events += self._argue(part.piece.arguments)
+        if last and self._held and self._open is not None and self._open["type"] == "message":
+            events += self._text("", self._held)  # of the token that ended it
+        return events
 
     def _event(self, kind: str, **content: Any) -> Event:
         self._number += 1

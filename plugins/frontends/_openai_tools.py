@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from itertools import groupby
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -125,59 +126,100 @@ def check_beside(toolset: Toolset | None, grammar: Grammar | None) -> None:
         raise InvalidRequest(grammar.field, words, code=UNSUPPORTED)
 
 
+class MadePiece(NamedTuple):
+    """A piece of a call; the first one has the id that the call was given, and its name."""
+
+    call_id: str | None
+    piece: CallPiece
+
+
 @dataclass(frozen=True)
 class Said:
-    """New of an answer: words, and pieces of calls, of which the first of each has an id and a name."""
+    """New of an answer, in its order: words, and pieces of calls."""
 
-    content: str = ""
-    calls: tuple[tuple[str | None, CallPiece], ...] = ()
+    parts: tuple[str | MadePiece, ...] = ()
+
+    @property
+    def content(self) -> str:
+        """All the words."""
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def calls(self) -> tuple[MadePiece, ...]:
+        """All pieces of calls."""
+        return tuple(part for part in self.parts if isinstance(part, MadePiece))
 
 
 class CallReader:
-    """Reads one answer for calls, and gives each an id.
+    """Reads one answer for calls, and gives each an id. Only the text matters, not how tokens cut it.
 
     Attributes:
-        calls: id, name and arguments of each, so far.
-        content: all words so far.
+        calls: id and name of each so far.
     """
 
     def __init__(self, parser: ToolParser, toolset: Toolset) -> None:
         self._stream = parser.stream()
         self._most = None if toolset.parallel else 1
-        self.calls: list[list[str]] = []
-        self.content = ""
+        self.calls: list[tuple[str, str]] = []
+        self._arguments: list[list[str]] = []
+        self._words: list[str] = []
+
+    @property
+    def content(self) -> str:
+        """All words so far."""
+        return "".join(self._words)
+
+    def arguments(self, number: int) -> str:
+        """Those of a call so far."""
+        return "".join(self._arguments[number])
 
     def push(self, text: str, *, last: bool) -> Said:
         """More of the answer. Mutates. Where one call is all there may be, what comes after it is left out."""
-        heard = [self._stream.push(text), *([self._stream.finish()] if last else [])]
-        content, calls = "", list[tuple[str | None, CallPiece]]()
-        for one in heard:
-            content += "" if self._full else one.content
-            calls += self._named(one)
-        self.content += content
-        return Said(content, tuple(calls))
+        parts: list[str | MadePiece] = []
+        for character in text:  # one at a time: what was heard of several has no order
+            parts += self._taken(self._stream.push(character))
+        if last:
+            parts += self._taken(self._stream.finish())
+        return Said(tuple(_joined(parts)))
 
-    @property
-    def _full(self) -> bool:
-        return self._most is not None and len(self.calls) >= self._most
+    def _taken(self, heard: Heard) -> Iterator[str | MadePiece]:
+        begun = next((at for at, piece in enumerate(heard.calls) if piece.name is not None), len(heard.calls))
+        yield from self._made(heard.calls[:begun])
+        if heard.content and (self._most is None or len(self.calls) < self._most):
+            self._words.append(heard.content)
+            yield heard.content
+        yield from self._made(heard.calls[begun:])
 
-    def _named(self, heard: Heard) -> Iterable[tuple[str | None, CallPiece]]:
-        for piece in heard.calls:
+    def _made(self, pieces: Iterable[CallPiece]) -> Iterator[MadePiece]:
+        for piece in pieces:
             if self._most is not None and piece.number >= self._most:
                 continue
+            call_id = None
             if piece.name is not None:
-                self.calls.append([f"call_{uuid.uuid4().hex[:24]}", piece.name, piece.arguments])
-                yield self.calls[-1][0], piece
-            else:
-                self.calls[piece.number][2] += piece.arguments
-                yield None, piece
+                call_id = f"call_{uuid.uuid4().hex[:24]}"
+                self.calls.append((call_id, piece.name))
+                self._arguments.append([])
+            self._arguments[piece.number].append(piece.arguments)
+            yield MadePiece(call_id, piece)
+
+
+def _joined(parts: Iterable[str | MadePiece]) -> Iterator[str | MadePiece]:
+    """The same with neighbours as one: words, and pieces of the same call."""
+    for number, group in groupby(parts, lambda part: None if isinstance(part, str) else part.piece.number):
+        same = list(group)
+        if number is None:
+            yield "".join(part for part in same if isinstance(part, str))
+        else:
+            made = [part for part in same if isinstance(part, MadePiece)]
+            arguments = "".join(part.piece.arguments for part in made)
+            yield made[0]._replace(piece=made[0].piece._replace(arguments=arguments))
 
 
 def whole_calls(reader: CallReader) -> list[dict[str, Any]]:
     """Calls of a whole answer."""
     return [
-        {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-        for call_id, name, arguments in reader.calls
+        {"id": call_id, "type": "function", "function": {"name": name, "arguments": reader.arguments(number)}}
+        for number, (call_id, name) in enumerate(reader.calls)
     ]
 
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import groupby
 
 from engine.core.grammar import Grammar
 from engine.core.protocols import ToolParser
-from engine.core.tools import CallPiece, Heard, Tool, ToolCall, embedded
+from engine.core.tools import CallPiece, Heard, Tool, ToolCall, embedded, mended
 
 BEGIN, END = "<tool_call>", "</tool_call>"
+MOST_BLANKS = 64  # that are held before what may be a mark
 NAME, ARGUMENTS = "name", ("arguments", "parameters")
 INSTRUCTIONS = (
     "You are a function calling AI model. You are provided with function signatures within <tools></tools> XML tags. "
@@ -71,7 +73,7 @@ class HermesStream:
         self._calls: list[CallPiece] = []
         self._held = ""  # what may be the beginning of a mark, or blanks before one
         self._inside: _Object | None = None
-        self._raw = ""  # of the segment since its mark, while it may still turn out to be no call
+        self._raw: list[str] = []  # of the segment since its mark, while it may still turn out to be no call
         self._between = False  # in a segment, and in no object
 
     def push(self, text: str) -> Heard:
@@ -86,20 +88,18 @@ class HermesStream:
     def finish(self) -> Heard:
         """The answer is over: what was held back. Mutates."""
         if (self._between or self._inside is not None) and self._raw:
-            self._content.append(self._raw)
+            self._content += self._raw
         elif not self._between and self._inside is None and (self._index < 0 or self._held.strip()):
             self._content.append(self._held)
-        self._held = self._raw = ""
+        self._held, self._raw = "", []
         self._between, self._inside = False, None
         return self._take()
 
     def _take(self) -> Heard:
-        pieces: list[CallPiece] = []
-        for piece in self._calls:
-            if pieces and pieces[-1].number == piece.number:
-                pieces[-1] = pieces[-1]._replace(arguments=pieces[-1].arguments + piece.arguments)
-            else:
-                pieces.append(piece)
+        pieces = []
+        for number, group in groupby(self._calls, lambda piece: piece.number):
+            parts = list(group)
+            pieces.append(CallPiece(number, parts[0].name, "".join(piece.arguments for piece in parts)))
         heard = Heard("".join(self._content), tuple(pieces))
         self._content, self._calls = [], []
         return heard
@@ -108,9 +108,12 @@ class HermesStream:
         self._held += character
         mark = self._held.lstrip()
         if mark == BEGIN:
-            self._raw, self._held, self._between = self._held, "", True
+            self._raw, self._held, self._between = [self._held], "", True
         elif mark and not BEGIN.startswith(mark):
             self._release()
+        elif not mark and len(self._held) > MOST_BLANKS:
+            self._content.append(self._held)
+            self._held = ""
 
     def _release(self) -> None:
         """What is held is no mark: all of it is content, but for a tail that may be the beginning of one."""
@@ -121,7 +124,7 @@ class HermesStream:
 
     def _in_segment(self, character: str) -> None:
         if self._raw:
-            self._raw += character
+            self._raw.append(character)
         if self._inside is not None:
             self._in_object(character)
         elif character == "{":
@@ -130,8 +133,8 @@ class HermesStream:
         elif character not in " \t\r\n[],":
             self._held += character
             if self._held == END:
-                self._content.append(self._raw)  # empty, where it has told a call
-                self._held, self._raw, self._between = "", "", False
+                self._content += self._raw  # empty, where it has told a call
+                self._held, self._raw, self._between = "", [], False
             elif not END.startswith(self._held):
                 self._give_up()
 
@@ -146,7 +149,7 @@ class HermesStream:
         if inside.named and inside.fresh:
             inside.fresh = False
             self._index += 1
-            self._raw = ""
+            self._raw = []
             self._calls.append(CallPiece(self._index, inside.name, ""))
         if piece:
             self._calls.append(CallPiece(self._index, None, piece))
@@ -159,8 +162,8 @@ class HermesStream:
 
     def _give_up(self) -> None:
         """The segment is no call, or no call any more: what of it was told as nothing yet is content."""
-        self._content.append(self._raw or self._held)
-        self._raw, self._held, self._between = "", "", False
+        self._content += self._raw or [self._held]
+        self._raw, self._held, self._between = [], "", False
 
 
 class _Object:
@@ -179,9 +182,10 @@ class _Object:
         self.fresh = True
         self._depth = 0
         self._in_string = self._escaped = False
-        self._text = ""  # of the string, or the value, that is being read at the object's own level
+        self._text: list[str] = []  # of the string, or the value, that is being read at the object's own level
+        self._blank = True  # nothing but blanks is in it
         self._key: str | None = None
-        self._waiting = ""  # arguments that came before the name
+        self._waiting: list[str] = []  # arguments that came before the name
         self._quoted = False
 
     def push(self, character: str) -> str:
@@ -191,7 +195,7 @@ class _Object:
         if self._in_string:
             self._string(character)
         elif character == '"':
-            self._in_string, self._text = True, '"'
+            self._in_string, self._text = True, ['"']
         elif character == "{" and self._depth == 0:
             self._depth = 1
         elif character == "}" and self._depth == 1:
@@ -199,8 +203,8 @@ class _Object:
             self.done = True
         elif character == ",":
             self._end_value()
-        elif character == ":" and self._text.startswith('"'):
-            self._key, self._text = _string_of(self._text), ""
+        elif character == ":" and self._text:
+            self._key, self._text, self._blank = _string_of("".join(self._text)), [], True
             self.broken = self._key is None
         elif not character.isspace():
             self.broken = True
@@ -208,10 +212,10 @@ class _Object:
 
     def _ends(self, character: str) -> bool:
         """Whether it ends the value that is read at the object's own level."""
-        return character in ",}" and not self._in_string and bool(self._text.strip())
+        return character in ",}" and not self._in_string and not self._blank
 
     def _string(self, character: str) -> None:
-        self._text += character
+        self._text.append(character)
         if self._escaped:
             self._escaped = False
         elif character == "\\":
@@ -223,7 +227,8 @@ class _Object:
         if self._in_string:
             self._string(character)
         else:
-            self._text += character
+            self._text.append(character)
+            self._blank = self._blank and character.isspace()
             if character == '"':
                 self._in_string = True
             elif character in "{[":
@@ -241,25 +246,26 @@ class _Object:
         if not self.argued:
             self.argued, self._quoted = True, character == '"'
         if not self._quoted:
-            self._waiting += character
+            self._waiting.append(character)
 
     def _end_value(self) -> None:
+        text = "".join(self._text)
         if self._key == NAME:
-            name = _string_of(self._text.strip())
+            name = _string_of(text.strip())
             if not name or self.named:
                 self.broken = True
             else:
                 self.name, self.named = name, True
         elif self._key in ARGUMENTS and self._quoted:
-            self._waiting += _string_of(self._text.strip()) or self._text
+            self._waiting.append(_string_of(text.strip()) or text)
             self._quoted = False
-        self._key, self._text = None, ""
+        self._key, self._text, self._blank = None, [], True
 
     def _flush(self) -> str:
         if not self.named:
             return ""
-        text, self._waiting = self._waiting, ""
-        return text
+        text, self._waiting = self._waiting, []
+        return "".join(text)
 
 
 def _may_be(text: str) -> bool:
@@ -269,8 +275,11 @@ def _may_be(text: str) -> bool:
 
 
 def _string_of(text: str) -> str | None:
+    """A JSON string's value, as UTF-8 can have it; ``None`` for all else, which is not even looked into."""
+    if not text.startswith('"'):
+        return None
     try:
         value = json.loads(text)
     except ValueError:
         return None
-    return value if isinstance(value, str) else None
+    return mended(value)

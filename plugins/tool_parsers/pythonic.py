@@ -9,17 +9,21 @@ import ast
 import json
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from engine.core.errors import InvalidRequest
 from engine.core.grammar import Grammar
 from engine.core.protocols import ToolParser
-from engine.core.tools import CallPiece, Heard, Tool, ToolCall, embedded
+from engine.core.tools import TOO_DEEP, CallPiece, Heard, Tool, ToolCall, embedded, mended
 
-OPENING = re.compile(r"\s*(?:<\|python_start\|>)?\s*\[\s*")
-CALL = re.compile(r"\s*([A-Za-z_][\w.\-]*)\s*\(\s*")
-KEYWORD = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*")
-CLOSING = re.compile(r"\s*\]\s*")
+MOST_BLANKS = 64
+"""More of them in a row, or a name of more than 256 letters, and it is no list of calls: what is matched again with
+each character stays short."""
+BLANKS = rf"\s{{0,{MOST_BLANKS}}}"
+OPENING = re.compile(rf"{BLANKS}(?:<\|python_start\|>)?{BLANKS}\[{BLANKS}")
+CALL = re.compile(rf"{BLANKS}([A-Za-z_][\w.\-]{{0,255}}){BLANKS}\({BLANKS}")
+KEYWORD = re.compile(rf"{BLANKS}([A-Za-z_]\w{{0,255}}){BLANKS}={BLANKS}")
+CLOSING = re.compile(rf"{BLANKS}\]{BLANKS}")
+ONLY_BLANKS = re.compile(BLANKS)
 END_MARK = "<|python_end|>"
 INSTRUCTIONS = (
     "You are an expert in composing functions. If a question can be answered by a function, answer with a list of "
@@ -77,13 +81,15 @@ class PythonicStream:
         self._index = -1
         self._name = ""
         self._count = 0  # arguments of the call that is being read
-        self._literal = _Literal("", 0)
+        self._literal = _Literal("", "")
         self._content: list[str] = []
         self._calls: list[CallPiece] = []
 
     def push(self, text: str) -> Heard:
         """More of the answer; what is certain of it. Mutates."""
         for character in text:
+            if self._read == self._value and not self._literal.push(character):
+                continue
             self._text += character
             while self._read():
                 pass
@@ -93,7 +99,7 @@ class PythonicStream:
         """The answer is over: what was held back. Mutates."""
         if self._read == self._closed and not self._text.strip():
             self._text = ""
-        self._content.append(self._said + self._text)
+        self._content += [self._said, self._literal.begun if self._read == self._value else "", self._text]
         self._said = self._text = ""
         return self._take()
 
@@ -121,32 +127,32 @@ class PythonicStream:
             return self._go_on(self._text.index(")") + 1, self._after_call)
         if not (found := KEYWORD.match(self._text)):
             return self._wait(KEYWORD_BEGINNING)
-        self._literal = _Literal(found[1], found.end())
-        self._read = self._value
-        return True
+        self._literal = _Literal(found[1], found[0])  # nothing is behind it: it was found with its last character
+        self._text, self._read = "", self._value
+        return False
 
     def _value(self) -> bool:
+        """The literal has ended, before the character that is there."""
         literal = self._literal
-        end = literal.end(self._text)
-        if end is None:
-            return False
+        begun = literal.begun
         try:
-            value = _value_of(self._text[literal.begin : end])
+            value = _json_of(begun[literal.begin :])
         except ValueError:
+            self._text = begun + self._text
             return self._give_up()
         self._tell(literal.name, value)
-        return self._go_on(end + (self._text[end] == ","), self._argument)
+        return self._go_on(int(self._text == ","), self._argument)
 
     def _after_call(self) -> bool:
         if found := CLOSING.match(self._text):
             return self._go_on(found.end(), self._closed)
         if self._text.lstrip().startswith(","):
             return self._go_on(self._text.index(",") + 1, self._call)
-        return self._wait(re.compile(r"\s*"))
+        return self._wait(ONLY_BLANKS)
 
     def _closed(self) -> bool:
         rest = self._text.strip()
-        if not END_MARK.startswith(rest):
+        if not END_MARK.startswith(rest) or len(self._text) - len(rest) > MOST_BLANKS:
             return self._give_up()
         if rest == END_MARK:
             self._text = ""
@@ -170,14 +176,15 @@ class PythonicStream:
         return False if beginning.fullmatch(self._text) else self._give_up()
 
     def _give_up(self) -> bool:
+        """What follows a call that was told with this very character waits for the next one, for it comes after it."""
+        begun = bool(self._calls)
         if self._count:
             self._close()
-        self._content.append(self._said)
-        self._said, self._read = "", self._anything
-        return True
+        self._text, self._said, self._read = self._said + self._text, "", self._anything
+        return not begun
 
-    def _tell(self, name: str, value: Any) -> None:
-        piece = f"{json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}"
+    def _tell(self, name: str, value: str) -> None:
+        piece = f"{json.dumps(name)}: {value}"
         if self._count:
             self._calls.append(CallPiece(self._index, None, f", {piece}"))
         else:
@@ -198,10 +205,10 @@ class PythonicStream:
 
 
 OPENING_BEGINNING = re.compile(
-    r"\s*(?:" + "|".join(re.escape("<|python_start|>"[:end]) for end in range(17)) + r")?(?:(?<=>)\s*)?\[?\s*"
+    rf"{BLANKS}(?:{'|'.join(re.escape('<|python_start|>'[:end]) for end in range(17))})?(?:(?<=>){BLANKS})?\[?{BLANKS}"
 )
-CALL_BEGINNING = re.compile(r"\s*(?:[A-Za-z_][\w.\-]*\s*\(?\s*)?")
-KEYWORD_BEGINNING = re.compile(r"\s*(?:[A-Za-z_]\w*\s*)?")
+CALL_BEGINNING = re.compile(rf"{BLANKS}(?:[A-Za-z_][\w.\-]{{0,255}}{BLANKS}\(?{BLANKS})?")
+KEYWORD_BEGINNING = re.compile(rf"{BLANKS}(?:[A-Za-z_]\w{{0,255}}{BLANKS})?")
 
 
 class _Literal:
@@ -209,22 +216,26 @@ class _Literal:
 
     Args:
         name: of the argument.
-        begin: where the literal begins.
+        before: what stands before the literal and is held with it.
     """
 
-    def __init__(self, name: str, begin: int) -> None:
-        self.name, self.begin = name, begin
-        self._at = begin
+    def __init__(self, name: str, before: str) -> None:
+        self.name, self.begin = name, len(before)
+        self._parts = [before]
         self._brackets: list[str] = []
         self._quote, self._escaped = "", False
 
-    def end(self, text: str) -> int | None:
-        """Where it ends; ``None`` as long as it goes on. ``text`` only ever grows. Mutates."""
-        while self._at < len(text):
-            if self._ends(text[self._at]):
-                return self._at
-            self._at += 1
-        return None
+    @property
+    def begun(self) -> str:
+        """All of it so far, from what stands before it."""
+        return "".join(self._parts)
+
+    def push(self, character: str) -> bool:
+        """Whether the literal has ended before this character; else it is a part of it. Mutates."""
+        if self._ends(character):
+            return True
+        self._parts.append(character)
+        return False
 
     def _ends(self, character: str) -> bool:
         if self._quote:
@@ -245,26 +256,26 @@ class _Literal:
         return False
 
 
-def _value_of(text: str) -> Any:
-    """A literal of JSON or of Python as a plain value. Raises ``ValueError``."""
+def _json_of(text: str) -> str:
+    """A literal of JSON or of Python as JSON. Raises ``ValueError``; also for what JSON has no number for."""
     try:
-        return json.loads(text)
-    except ValueError:
-        pass
-    try:
-        value = ast.literal_eval(text.strip())
-        json.dumps(value)
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            value = ast.literal_eval(text.strip())
+        return mended(json.dumps(value, ensure_ascii=False, allow_nan=False))  # letters stay; surrogates do not
     except (SyntaxError, TypeError, ValueError, MemoryError, RecursionError) as error:
-        raise ValueError(f"{text!r} is no literal") from error
-    return value
+        raise ValueError(f"{text[:80]!r} is no literal") from error
 
 
 def _keywords(arguments: str) -> str:
     try:
         values = json.loads(arguments)
+        return ", ".join(f"{name}={value!r}" for name, value in values.items()) if isinstance(values, dict) else ""
+    except RecursionError as error:
+        raise InvalidRequest("messages", f"a call's arguments: {TOO_DEEP}") from error
     except ValueError:
-        values = {}
-    return ", ".join(f"{name}={value!r}" for name, value in values.items()) if isinstance(values, dict) else ""
+        return ""
 
 
 def _call_rules(number: int, tool: Tool) -> list[str]:

@@ -83,6 +83,12 @@ class Stumbles(Mutant):
         return heard
 
 
+class TellsHalves(Mutant):
+    def change(self, heard, text):
+        halves = (piece._replace(arguments=piece.arguments.replace("\\ud800", "\ud800")) for piece in heard.calls)
+        return heard._replace(calls=tuple(halves))
+
+
 class SaysNothing(HermesParser):
     def instructions(self, tools):
         return "Use tools."
@@ -106,6 +112,7 @@ CAUGHT = {
     NamesEachPiece: ("in_order", "after 1 calls"),
     MakesItNicer: ("reads_what_it_writes", "was written, and read as"),
     Stumbles: ("never_too_odd", "raised IndexError: too many"),
+    TellsHalves: ("can_be_sent", "cannot be told: UnicodeEncodeError"),
     SaysNothing: ("instructions", "do not say 'get_weather'"),
     AllowsWords: ("grammar_is_that_of_its_calls", "which is read as"),
     BlamesItself: ("grammar_is_that_of_its_calls", "its grammar is"),

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from engine.core import Tool, ToolCall
+from engine.core.errors import InvalidRequest
 from engine.core.models.chat import ChatTemplate
 from engine.core.registry import make
 from engine.core.tools import rendered
@@ -68,6 +69,101 @@ def test_pythonic(text, content, calls):
         content.lstrip() if calls else content,
         calls,
     )
+
+
+MANY = 200_000
+
+
+@pytest.mark.timeout(60)  # each takes a second where the work grows with the text, and minutes where with its square
+@pytest.mark.parametrize(
+    ("name", "before", "run", "after", "calls"),
+    [
+        ("pythonic", "[", "a", "(b=1)]", []),
+        ("pythonic", "[", " ", "f(b=1)]", []),
+        ("pythonic", "[f(", " ", "b=1)]", []),
+        ("pythonic", "[f(", "b", "=1)]", []),
+        ("pythonic", "[f(b=1)", " ", "]", [("f", '{"b": 1}')]),
+        ("pythonic", "[f(b=1)]", " ", "", [("f", '{"b": 1}')]),
+        ("pythonic", "[f(b='", "a", "')]", [("f", json.dumps({"b": "a" * MANY}))]),
+        ("hermes", "", " ", "x", []),
+        ("hermes", "<tool_call>", " ", "x", []),
+        ("hermes", '<tool_call>{"name": "', "f", '"}', [("f" * MANY, "{}")]),
+        ("hermes", '<tool_call>{"arguments": {"b": "', "a", '"}, "name": "f"}', [("f", json.dumps({"b": "a" * MANY}))]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"b": "', "a", '"}}', [("f", json.dumps({"b": "a" * MANY}))]),
+    ],
+)  # fmt: skip
+def test_a_long_run_is_read_as_fast_as_a_short_one(name, before, run, after, calls):
+    text = f"{before}{run * MANY}{after}"
+    content, found = read(name, text)
+    assert found == calls
+    if not calls:
+        assert content == text
+
+
+@pytest.mark.parametrize(
+    ("name", "begin", "run"),
+    [("pythonic", "[", "a"), ("pythonic", "[f(", " "), ("pythonic", "[f()", " "), ("pythonic", "[f()]", "\n"),
+     ("hermes", "", "\n"), ("hermes", "Hm.", " ")],
+)  # fmt: skip
+def test_what_no_call_begins_with_is_not_held(name, begin, run):
+    stream = make("tool_parser", name).stream()
+    told = [stream.push(begin), *(stream.push(run) for _ in range(1000))]
+    assert joined(told).content.count(run) > 1000 - 300
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "calls"),
+    [
+        ("pythonic", '[f(a="\\ud800b")]', [("f", {"a": "\ufffdb"})]),
+        ("pythonic", "[f(a='\\ud83d\\ude00ö\\udc00')]", [("f", {"a": "\U0001f600ö\ufffd"})]),
+        ("pythonic", "[f(a={'\\ud800': 1})]", [("f", {"a": {"\ufffd": 1}})]),
+        ("hermes", '<tool_call>{"name": "f\\ud800", "arguments": "{\\"a\\": \\"\\udc00\\"}"}',
+         [("f\ufffd", {"a": "\ufffd"})]),
+    ],
+)  # fmt: skip
+def test_half_a_pair_of_surrogates_can_be_told(name, text, calls):
+    found = read(name, text)[1]
+    assert [(call, json.loads(arguments.encode())) for call, arguments in found] == calls
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", "[1, -1e999]", "[" * 2000, "[" * 2000 + "]" * 2000])
+def test_what_json_has_no_value_for_is_content(value):
+    content, calls = read("pythonic", f"[f(a={value})]")
+    assert (content, calls) == (f"[f(a={value})]", [])
+
+
+def test_a_name_that_is_nested_deeply_is_no_name():
+    text = '<tool_call>{"name": ' + "[" * 2000 + "]" * 2000 + ', "arguments": {}}</tool_call>'
+    assert read("hermes", text) == (text, [])
+
+
+DEEP = "[" * 2000 + "]" * 2000
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{% for m in messages %}{{ m.content }}{% endfor %}",
+     "{{ tools }}{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}"
+     "{% endfor %}{% endfor %}"],
+)  # fmt: skip
+@pytest.mark.parametrize("arguments", [DEEP, f'{{"a": {DEEP}}}'])
+def test_arguments_that_are_nested_too_deeply_are_the_clients_fault(source, arguments):
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    with pytest.raises(InvalidRequest, match="messages: .* nested too deeply"):
+        rendered(Templated(source), make("tool_parser", "pythonic"), messages)
+
+
+def test_a_schema_that_is_nested_too_deeply_is_the_clients_fault():
+    schema = {}
+    for _ in range(2000):
+        schema = {"items": schema}
+    tool = Tool("f", "", {"type": "object", "properties": {"a": schema}, "required": ["a"]})
+    for name in ("hermes", "pythonic"):
+        with pytest.raises(InvalidRequest, match="tools: .*nested too deeply"):
+            make("tool_parser", name).grammar([tool], parallel=True, field="tools")
+    with pytest.raises(InvalidRequest, match="nested too deeply"):
+        rendered(Templated("{{ messages }}"), make("tool_parser", "hermes"), [{"role": "user", "content": "x"}], [tool])
 
 
 class Templated:

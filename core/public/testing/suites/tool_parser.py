@@ -122,6 +122,25 @@ class ToolParserSuite(Suite):
             except Exception as error:
                 raise Violation(f"reading {text!r} raised {type(error).__name__}: {error}") from error
 
+    def test_what_is_told_can_be_sent(self) -> None:
+        """Names, arguments and content are text that UTF-8 has, also where the model wrote half a pair of surrogates;
+        and values that are nested without end raise nothing."""
+        parser: ToolParser = self.make()
+        text = parser.written(CALLS[:1])
+        for part, odd in (
+            ("Köln", "\\ud800"),
+            ("get_weather", "get\\ud800"),
+            ("3", "[" * 3000),
+            ("3", "[" * 3000 + "]" * 3000),
+        ):
+            for ending in (text.partition(part)[2], ""):
+                said = text.partition(part)[0] + odd + ending
+                try:
+                    whole = self._read(parser, [said])
+                    "".join([whole.content, *(word for call in whole.calls for word in call)]).encode()
+                except (ValueError, RecursionError) as error:
+                    raise Violation(f"{said[:200]!r} cannot be told: {type(error).__name__}: {error}") from error
+
     def test_instructions_name_the_tools(self) -> None:
         """What is said for a template that knows no tools names each of them, and what it takes."""
         words = self.make().instructions([WEATHER, PING])
