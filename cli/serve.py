@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -34,6 +35,8 @@ def serve(
 
     keep_printing()
     config = loaded.config
+    if config.api_key_file is not None:  # who tells us to read it again while the model loads must not end us
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if config.log_requests or config.log_prompts:
         log_to_stderr("engine.requests")
     registry = Registry()
@@ -67,13 +70,11 @@ def prepare(frontend: Frontend, config: EngineConfig) -> str | None:
     Raises:
         ConfigError: the file of keys cannot be used, the frontend does not know several keys, or it cannot listen.
     """
-    from engine.core.keys import Keys
+    from engine.core.keys import guarded
 
-    several = config.api_key_file is not None or len(config.api_key) > 1
-    if several:
-        frontend.guard(Keys(config.api_key, config.api_key_file))
+    key = guarded(frontend, config)
     frontend.open(host=config.host, port=config.port)
-    return None if several else next(iter(config.api_key), None)
+    return key
 
 
 def log_to_stderr(name: str) -> None:

@@ -7,8 +7,13 @@ import re
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engine.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engine.core.config import EngineConfig
+    from engine.core.protocols import Frontend
 
 KEY = re.compile(r"[\x21-\x7e]+")
 LABELLED = re.compile(r"([A-Za-z0-9_.-]{1,64}):\s*(.*)")
@@ -39,6 +44,11 @@ class Keys:
 
     def __len__(self) -> int:
         return len(self._known)
+
+    @property
+    def from_file(self) -> bool:
+        """Whether there is a file that ``reload`` reads."""
+        return self._file is not None
 
     @property
     def labels(self) -> list[str]:
@@ -93,3 +103,16 @@ class Keys:
 
     def _digest(self, key: str) -> bytes:
         return hmac.digest(self._secret, key.encode(errors="surrogateescape"), "sha256")
+
+
+def guarded(frontend: Frontend, config: EngineConfig) -> str | None:
+    """Give a frontend the keys of a configuration. Returns the key where there is one and no file: any frontend knows
+    that much, by ``api_key``.
+
+    Raises:
+        ConfigError: the file of keys cannot be used, or the frontend does not know several keys.
+    """
+    if config.api_key_file is None and len(config.api_key) <= 1:
+        return next(iter(config.api_key), None)
+    frontend.guard(Keys(config.api_key, config.api_key_file))
+    return None

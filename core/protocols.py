@@ -609,9 +609,9 @@ class Frontend(Plugin, ABC):
         """
 
     def guard(self, keys: Keys) -> None:
-        """Several keys, or keys with labels: ask for one of them instead of ``api_key``. Called before ``serve``.
+        """Several keys, or keys with labels: ask for one of them, not ``api_key``. Called before ``serve`` or ``app``.
 
-        The label of a key is the tenant of whoever sends it: ``Ask.tenant``.
+        The label of a key is the tenant of whoever sends it: ``Ask.tenant``, empty for a key without one.
 
         Raises:
             ConfigError: this frontend knows one key only (the default).

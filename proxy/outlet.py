@@ -27,13 +27,14 @@ class Outlet:
 
     Attributes:
         started: the client has seen the beginning of an answer, so there is no other.
+        ended: the last piece is on its way.
     """
 
     def __init__(self, send: Send, request_id: str, patience: float, first: Callable[[float], None]) -> None:
         self._send, self._patience, self._first = send, patience, first
         self._request_id = request_id
         self._begun = time.monotonic()
-        self.started = False
+        self.started = self.ended = False
 
     async def begin(self, status: int, headers: Mapping[str, str], length: int | None = None) -> None:
         """The head of the answer."""
@@ -51,6 +52,7 @@ class Outlet:
 
     async def end(self, body: bytes = b"") -> None:
         """The last piece."""
+        self.ended = True
         await self._put({"type": "http.response.body", "body": body, "more_body": False})
 
     async def whole(self, status: int, headers: Mapping[str, str], body: bytes) -> None:

@@ -6,14 +6,28 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import httpx
 
 from engine.plugins.frontends._errors import RETRY_AFTER_SECONDS, HTTPError
 from engine.proxy.bodies import Wish
 from engine.proxy.choosing import Chooser
-from engine.proxy.events import END, Splitter, content, each, is_opening
+from engine.proxy.events import DATA, END, Splitter, content, each, is_opening
+from engine.proxy.faults import (
+    DEADLINE,
+    NOT_THE_CLIENTS,
+    QUEUE,
+    Answer,
+    DeadlinePassed,
+    PeerFailed,
+    PrefillFailed,
+    PromptRefused,
+    code_of,
+    is_busy,
+    is_the_clients,
+    message_of,
+    words_of,
+)
 from engine.proxy.fleet import Fleet, none_ready
 from engine.proxy.metrics import Metrics
 from engine.proxy.options import ProxyOptions
@@ -21,33 +35,6 @@ from engine.proxy.outlet import Outlet
 from engine.proxy.peers import Peer, Side, break_off
 
 log = logging.getLogger("engine.proxy")
-
-BUSY = 429
-NOT_THE_CLIENTS = (401, 403, 408, BUSY)  # of 400 to 499: another engine may answer otherwise
-
-
-class Answer(NamedTuple):
-    """A whole answer of an engine's."""
-
-    status: int
-    headers: Mapping[str, str]
-    body: bytes
-
-
-class PeerFailed(Exception):
-    """An engine has not done what it was asked for; another may. ``answer``: what it said, if it did."""
-
-    def __init__(self, peer: Peer, words: str, answer: Answer | None = None) -> None:
-        super().__init__(f"{peer.side} engine {peer.url} {words}")
-        self.peer, self.answer = peer, answer
-
-
-class PromptRefused(Exception):
-    """The prefill engine takes the request for wrong: the other one will say so, in words for the client."""
-
-
-class PrefillFailed(Exception):
-    """Nobody computes the prompt that the decode engine waits for."""
 
 
 class Relay:
@@ -64,6 +51,9 @@ class Relay:
         except HTTPError as error:
             await out.fail(error)
             return "unavailable"
+        except DeadlinePassed as late:
+            await out.whole(*late.answer)
+            return "refused"
         except PeerFailed as failure:
             if out.started:
                 await out.fail(HTTPError(502, str(failure), "server_error", code="engine_lost"))
@@ -95,7 +85,8 @@ class Course:
         self._in_vain = ""  # why it waits for nothing
 
     async def run(self) -> str:
-        """To its end. Raises ``HTTPError`` where nobody can be asked, ``PeerFailed`` where whoever was asked failed."""
+        """To its end. Raises ``HTTPError`` where nobody can be asked, ``PeerFailed`` where whoever was asked failed,
+        ``DeadlinePassed``."""
         giver = None if self._expects else await self._computed()
         tried: list[Peer] = []
         failure: PeerFailed | None = None
@@ -144,7 +135,8 @@ class Course:
         return giver
 
     async def _prefill(self, giver: Peer) -> None:
-        """Let an engine compute the prompt and keep it for the other one. Raises ``PeerFailed``, ``PromptRefused``."""
+        """Let an engine compute the prompt and keep it for the other one. Raises ``PeerFailed``, ``PromptRefused``,
+        ``DeadlinePassed``."""
         body = self._wish.for_prefill(self._fleet.giving(giver))
         begun, seconds = time.monotonic(), self._options.prefill_timeout
         try:
@@ -156,17 +148,19 @@ class Course:
         except TimeoutError:
             words = giver.cause or f"has not computed a prompt within {seconds:g} s"
         except httpx.HTTPError as error:
-            words = _words(error)
+            words = words_of(error)
         else:
             if answer.status_code == 200:
                 giver.failures = 0
                 self._metrics.prefill.observe(time.monotonic() - begun)
                 return
-            if _is_the_clients(answer.status_code):
+            if is_the_clients(answer.status_code):
                 self._refused = True
                 raise PromptRefused
-            words = f"answers {answer.status_code}: {_message(answer.content)}"
-            if answer.status_code == BUSY:
+            if code_of(answer.content) == DEADLINE:
+                raise DeadlinePassed(Answer(answer.status_code, answer.headers, answer.content))
+            words = f"answers {answer.status_code}: {message_of(answer.content)}"
+            if is_busy(answer.status_code, answer.content):
                 self._failed_givers.append(giver)
                 raise PeerFailed(giver, words)
         self._failed_givers.append(giver)
@@ -206,7 +200,7 @@ class Course:
                 raise PrefillFailed(words) from error
             raise PeerFailed(taker, f"is not heard of any more: {taker.cause}") from error
         except httpx.HTTPError as error:
-            words = _words(error)
+            words = words_of(error)
             taker.suspect(words)
             raise PeerFailed(taker, words) from error
         finally:
@@ -236,9 +230,9 @@ class Course:
             if response.headers.get("content-type", "").startswith("text/event-stream") and status == 200:
                 return await self._stream(taker, response)
             answer = Answer(status, response.headers, await response.aread())
-        if status >= 500 or status in NOT_THE_CLIENTS:
-            words = f"answers {status}: {_message(answer.body)}"
-            if status != BUSY:
+        if (status >= 500 or status in NOT_THE_CLIENTS) and code_of(answer.body) != DEADLINE:
+            words = f"answers {status}: {message_of(answer.body)}"
+            if not is_busy(status, answer.body):
                 taker.suspect(words)
             raise PeerFailed(taker, words, answer)
         taker.failures = 0
@@ -265,14 +259,21 @@ class Course:
             await out.begin(200, response.headers)
         await out.end(held + splitter.rest)
         taker.failures = 0
+        if code_of(last) == DEADLINE:
+            return "refused"
         return "failed" if "error" in content(last) else "answered"
 
     def _says_something(self, taker: Peer, events: bytes) -> bool:
-        """Whether there is more than announcements. Raises ``PeerFailed`` where it is an error: another may do it."""
+        """Whether there is more than announcements. Raises ``PeerFailed`` where it is an error: another may do it, but
+        for the client's own deadline, which is told."""
         for event in each(events):
             said = content(event)
-            if "error" in said:
-                words = f"fails: {_message(event.strip().removeprefix(b'data: '))}"
+            if "error" in said and code_of(event) != DEADLINE:
+                body = event.strip().removeprefix(DATA)
+                words = f"fails: {message_of(body)}"
+                if code_of(event) == QUEUE:
+                    headers = {"content-type": "application/json", "retry-after": str(RETRY_AFTER_SECONDS)}
+                    raise PeerFailed(taker, words, Answer(503, headers, body))
                 taker.suspect(words)
                 raise PeerFailed(taker, words)
             if not is_opening(said):
@@ -285,21 +286,3 @@ class Course:
             return None
         self._metrics.chose(side, choice.by_prefix)
         return choice.peer
-
-
-def _is_the_clients(status: int) -> bool:
-    """Whether the fault is in the request."""
-    return 400 <= status < 500 and status not in NOT_THE_CLIENTS
-
-
-def _message(body: bytes) -> str:
-    """What an error says, cut to a line."""
-    error = content(body).get("error")
-    words = error.get("message") if isinstance(error, dict) else body.decode(errors="replace")
-    return " ".join(str(words).split())[:300]
-
-
-def _words(error: httpx.HTTPError) -> str:
-    """What is wrong with a connection."""
-    what = "cannot be asked" if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout) else "broke off"
-    return f"{what}: {str(error) or type(error).__name__}"

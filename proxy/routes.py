@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Any
 from urllib.parse import quote
@@ -9,7 +10,7 @@ from urllib.parse import quote
 import httpx
 from fastapi import FastAPI, Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from engine.core.keys import Keys
 from engine.plugins.frontends._endpoints import PROMETHEUS, Endpoints, id_of
@@ -115,8 +116,16 @@ class Relayed(Response):
         metrics = self._routes.metrics
         out = Outlet(send, self._id, self._routes.options.slow_reader, metrics.first_byte.observe)
         outcome = "failed"
+
+        async def leaving() -> Message:
+            """As ``receive``, but after its last piece nobody leaves an answer, though the server says so."""
+            message = await receive()
+            if out.ended:
+                await asyncio.get_running_loop().create_future()
+            return message
+
         try:
-            outcome = await until_gone(receive, self._fetch(out))
+            outcome = await until_gone(leaving, self._fetch(out))
         except (ClientGone, SlowReader):
             outcome = "left"
         finally:

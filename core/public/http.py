@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine._inputs import configure
+from engine.core.keys import guarded
 from engine.core.protocols import Frontend
 from engine.core.registry import Registry, build
 from engine.core.serve.client import AsyncEngine
@@ -21,10 +22,12 @@ def http_app(
     Args:
         frontend: a name, or a table with its options, e.g. ``{"name": "openai", "served_model_name": "mine"}``
             (default: the frontend of the engine's configuration).
-        api_key: what clients must send as bearer token (default: whoever reaches the host may ask).
+        api_key: what clients must send as bearer token (default: one of the keys of the engine's configuration,
+            ``api_key`` and ``api_key_file``, which is read once; where it has none, whoever reaches the host may ask).
 
     Raises:
-        ConfigError, PluginError: no such frontend, a wrong option, one that cannot be mounted, an empty key.
+        ConfigError, PluginError: no such frontend, a wrong option, one that cannot be mounted or does not know several
+            keys, an empty key, a file of keys that cannot be used.
 
     Example::
 
@@ -37,4 +40,4 @@ def http_app(
     chosen = engine.config.frontend if frontend is None else configure(None, None, {"frontend": frontend}).frontend
     plugin = build(Registry().select("frontend", chosen.name), chosen)
     assert isinstance(plugin, Frontend)
-    return plugin.app(engine, api_key=api_key)
+    return plugin.app(engine, api_key=guarded(plugin, engine.config) if api_key is None else api_key)

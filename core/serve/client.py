@@ -52,8 +52,9 @@ LONG_TEXT = 4096  # characters; longer text is tokenised in a thread, so that th
 class Ask:
     """One prompt to submit, with ``params.n`` choices. ``request_id`` is the caller's name for it: not unique, only
     echoed and abortable. ``deadline`` is in seconds; ``tenant`` is who asks, as the server knows him: policies see it
-    in ``metadata`` instead of what the caller says there; ``note`` stays with its streams, for whoever is told how they
-    ended. The other fields are those of ``EngineCore.add``."""
+    in ``metadata`` instead of what the caller says there, which they see where it is ``None`` only (empty: nobody's);
+    ``note`` stays with its streams, for whoever is told how they ended. The other fields are those of
+    ``EngineCore.add``."""
 
     tokens: Sequence[int]
     params: SamplingParams = field(default_factory=SamplingParams)
@@ -64,7 +65,7 @@ class Ask:
     read_cache: bool = True
     write_cache: bool = True
     deadline: float | None = None
-    tenant: str = ""
+    tenant: str | None = None
     note: str = ""
 
     def check(self, limits: Limits) -> None:
@@ -402,10 +403,12 @@ class AsyncEngine:
         request_id = f"{self._prefix}-{next(self._numbers)}"
         stream = Stream(
             request_id, len(ask.tokens), params, text_of(self.tokenizer, params),
-            external_id=ask.request_id, tenant=ask.tenant, note=ask.note, wake=group.waker(index),
+            external_id=ask.request_id, tenant=ask.tenant or "", note=ask.note, wake=group.waker(index),
         )  # fmt: skip
         group.add(stream)
         metadata = dict(ask.metadata) if ask.metadata is not None else None
+        if metadata is not None and ask.tenant is not None:
+            metadata.pop("tenant", None)
         if ask.tenant:
             metadata = {**(metadata or {}), "tenant": ask.tenant}
         return Add(

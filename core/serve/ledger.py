@@ -23,7 +23,8 @@ class Ledger:
     Attributes:
         times: how long requests have waited and run, as histograms.
         tenants: the same counts by who asked.
-        closed: called with each request that has ended; what it raises is its own trouble and not allowed.
+        closed: called with each request that has ended, which by then says how; what it raises is its own trouble and
+            not allowed.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -77,8 +78,8 @@ class Ledger:
                 stop = stream.feed(delta)
             except Exception as error:  # text that cannot be decoded ends one request, not everybody's
                 tell.append(Abort([delta.request_id], Finish.ERROR, f"undecodable output: {error}"))
-                self._close(stream, Finish.ERROR)
                 stream.fail(EngineError(f"the output could not be decoded: {error}"))
+                self._close(stream, Finish.ERROR)
                 continue
             if stop is not None and delta.finish is None:
                 tell.append(Abort([delta.request_id], Finish.STOP, stop))
@@ -90,16 +91,16 @@ class Ledger:
         """Their callers want these no more. Returns the ids that were still open."""
         gone = [stream for stream in dict.fromkeys(streams) if stream.request_id in self.open]
         for stream in gone:
-            self._close(stream, Finish.ABORT)
             stream.end(Finish.ABORT)
+            self._close(stream, Finish.ABORT)
         return [stream.request_id for stream in gone]
 
     def fail(self, streams: Sequence[Stream], error: Exception, reason: Finish = Finish.ERROR) -> None:
         """These cannot be brought to their end: ``error`` is what their callers see, ``reason`` what is counted."""
         for stream in streams:
             if stream.request_id in self.open:
-                self._close(stream, reason)
                 stream.fail(error)
+                self._close(stream, reason)
 
     def _close(self, stream: Stream, reason: Finish) -> None:
         del self.open[stream.request_id]

@@ -128,8 +128,9 @@ def serve(boot: Boot, wire: Wire, pulse: Pulse) -> int:
 def main() -> int:
     """Entry point of the child process."""
     keep_printing()
-    # Ctrl-C and supervisors reach the whole group; the parent decides when we end, and lets open requests finish.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    # Ctrl-C, hang-ups and supervisors reach the whole group; the parent decides when we end, and lets open requests
+    # finish. Where a signal ends the parent, so does its death us: see ``watch_parent``.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     boot = msgspec.json.decode(sys.stdin.buffer.readline(), type=Boot)
     threading.Thread(target=watch_parent, args=(boot.directory,), name="watch-parent", daemon=True).start()

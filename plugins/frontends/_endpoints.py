@@ -68,7 +68,7 @@ class Endpoints:
         if origins:
             app.add_middleware(
                 CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"],
-                allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
+                allow_headers=["*"],  # clients' libraries send their own; keys are bearer tokens, never cookies
                 expose_headers=["X-Request-Id", "Retry-After"],
             )  # fmt: skip
         return app
@@ -103,8 +103,7 @@ class Endpoints:
     def _safely(self, handler: Handler, guarded: bool) -> Handler:
         async def endpoint(request: Request) -> Response:
             try:
-                if guarded:
-                    request.state.tenant = authorize(request, self._keys)
+                request.state.tenant = self._tenant(request, guarded)
                 if request.method == "POST":
                     self.check_accepts()
                 return await handler(request)
@@ -116,6 +115,11 @@ class Endpoints:
 
         endpoint.__doc__ = handler.__doc__
         return endpoint
+
+    def _tenant(self, request: Request, guarded: bool) -> str | None:
+        """What ``tenant_of`` says of a request. Raises ``HTTPError`` 401."""
+        label = authorize(request, self._keys) if guarded else ""
+        return label or ("" if self._keys is not None and self._keys.labels else None)
 
     def _refusal(self, request: Request, error: Exception) -> Response:
         failure = self.failure(error)
@@ -140,9 +144,10 @@ def with_path_parameters(document: dict[str, Any]) -> dict[str, Any]:
     return document
 
 
-def tenant_of(request: Request) -> str:
-    """The label of the API key that the request came with; empty without one."""
-    tenant: str = getattr(request.state, "tenant", "")
+def tenant_of(request: Request) -> str | None:
+    """The label of the API key that the request came with: empty where it has none but others have, ``None`` where no
+    key has one."""
+    tenant: str | None = getattr(request.state, "tenant", None)
     return tenant
 
 

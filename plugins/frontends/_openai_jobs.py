@@ -32,9 +32,9 @@ class Job:
         """Whether it may turn out to be invalid after it was accepted: grammars are compiled by the engine."""
         return self.wish.params.grammar is not None
 
-    def of(self, tenant: str, note: str) -> Job:
+    def of(self, tenant: str | None, note: str) -> Job:
         """The same, asked by a tenant, with a note: see ``Ask``."""
-        if not (tenant or note):
+        if tenant is None and not note:
             return self
         return replace(self, asks=[replace(ask, tenant=tenant, note=note) for ask in self.asks])
 

@@ -49,13 +49,15 @@ class Server(uvicorn.Server):
         handled: dict[int, Callable[[], None]] = dict.fromkeys((signal.SIGINT, signal.SIGTERM), self._on_signal)
         if self._reload is not None:
             handled[signal.SIGHUP] = self._reload
+        before = {number: signal.getsignal(number) for number in handled}
         for number, handler in handled.items():
             loop.add_signal_handler(number, handler)
         try:
             yield
         finally:
-            for number in handled:
+            for number, former in before.items():
                 loop.remove_signal_handler(number)
+                signal.signal(number, signal.SIG_DFL if former is None else former)
 
     def _on_signal(self) -> None:
         if self._drains and not self.told.is_set():

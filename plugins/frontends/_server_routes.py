@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 from importlib.metadata import version
@@ -18,6 +19,8 @@ from engine.plugins.frontends._metrics import Metrics
 from engine.plugins.frontends._wire import json_response
 
 log = logging.getLogger(__name__)
+
+SCRAPE_SECONDS = 3.0  # for the engine to answer; who scrapes gives up after some ten, and must see that it is not ready
 
 
 class ServerRoutes:
@@ -60,12 +63,15 @@ class ServerRoutes:
         return await self.ready(request)
 
     async def scrape(self, request: Request) -> Response:
-        """Prometheus metrics. Never fails because of the engine."""
+        """Prometheus metrics. Never fails because of the engine: what it does not say soon is left out."""
+        measures = None
         try:
-            measures = await self._engine.measures()
+            async with asyncio.timeout(SCRAPE_SECONDS):
+                measures = await self._engine.measures()
+        except TimeoutError:
+            log.warning("metrics without the engine's part: it did not answer within %g s", SCRAPE_SECONDS)
         except EngineError as error:
             log.warning("metrics without the engine's part: %s", error)
-            measures = None
         return Response(self._metrics.render(self._engine, self._life, measures), media_type=PROMETHEUS)
 
     async def version(self, request: Request) -> Response:

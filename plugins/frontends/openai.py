@@ -56,7 +56,7 @@ class OpenAIFrontend(Frontend):
         self._door: Door | None = None
 
     def guard(self, keys: Keys) -> None:
-        """Ask for one of these keys; SIGHUP reads their file again."""
+        """Ask for one of these keys; SIGHUP reads their file again, where they have one."""
         self._keys = keys
 
     def open(self, *, host: str, port: int) -> None:
@@ -111,8 +111,11 @@ class OpenAIFrontend(Frontend):
 
     async def _serve(self, engine: AsyncEngine, sock: socket.socket, app: FastAPI, life: Life) -> int:
         options: OpenAIOptions = self.options
+        reload = self._reload if self._keys is not None and self._keys.from_file else None
         with traced(engine):
-            async with serving(app, sock, grace=FLUSH_SECONDS, drains=True, reload=self._reload) as (server, task):
+            async with serving(app, sock, grace=FLUSH_SECONDS, drains=True, reload=reload) as (server, task):
+                if reload is not None:
+                    reload()  # the file may have changed while the model was loaded
                 print(f"listening on {url_of(sock)} (described at {url_of(sock)}/openapi.json)", flush=True)
                 return await watch(
                     engine, server, task, life, grace=options.engine_death_grace_s, drain=engine.config.drain_timeout
@@ -120,8 +123,7 @@ class OpenAIFrontend(Frontend):
 
     def _reload(self) -> None:
         """SIGHUP: read the keys again. What cannot be read changes nothing."""
-        if self._keys is None:
-            return
+        assert self._keys is not None
         try:
             self._keys.reload()
         except ConfigError as error:

@@ -23,6 +23,7 @@ def test_a_file_has_labels_or_not(tmp_path: Path) -> None:
         None
     ] * 8
     assert (len(keys), keys.labels) == (5, ["team-a", "team-b", "has"])
+    assert (keys.from_file, Keys(["flag"]).from_file) == (True, False)
 
 
 @pytest.mark.parametrize(

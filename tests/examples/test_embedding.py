@@ -199,6 +199,27 @@ def test_what_is_mounted_is_the_frontend_of_the_configuration() -> None:
     asyncio.run(main())
 
 
+def test_the_keys_of_the_configuration_guard_what_is_mounted(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("team-a: sesame\n")
+
+    async def statuses(engine: AsyncEngine, **options: Any) -> dict[str | None, int]:
+        transport = httpx.ASGITransport(http_app(engine, **options))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            return {
+                key: (await client.get("/v1/models", headers={"authorization": f"Bearer {key}"})).status_code
+                for key in ("", "one", "two", "sesame", "own")
+            }
+
+    async def main(right: set[str], **keys: Any) -> None:
+        async with await AsyncEngine.start(EngineConfig(executor="sim", **keys), in_process=True) as engine:
+            assert {key for key, status in (await statuses(engine)).items() if status == 200} == right
+            assert {key for key, status in (await statuses(engine, api_key="own")).items() if status == 200} == {"own"}
+
+    asyncio.run(main({"one"}, api_key="one"))
+    asyncio.run(main({"one", "two", "sesame"}, api_key=("one", "two"), api_key_file=str(file)))
+
+
 # ---- a notebook
 
 

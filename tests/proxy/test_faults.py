@@ -136,6 +136,25 @@ def test_errors_of_requests_are_the_engines_own(scene, engines):
     assert proxy.ready() == {engine.url for engine in engines}, "no engine is blamed for it"
 
 
+@pytest.mark.parametrize("style", STYLES)
+def test_a_deadline_is_the_clients_own_limit(style, scene, engines, proxied, caplog):
+    """Of the prompt, of the answer, of a stream before its first token: told, tried once, and no engine is blamed."""
+    long, chat = {**body(4000), "prompt": prompt(4000)}, {"messages": [{"role": "user", "content": "x y " * 1500}]}
+    for proxy in (scene(style=style), proxied(style=style, decode=engines[1:])):
+        for wish in ({**long, "deadline_ms": 1}, {**long, "deadline_ms": 10}, body(4000, deadline_ms=200)):
+            answer = proxy.ask(**wish)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (408, "deadline_exceeded")
+            answer = proxy.ask(**wish, stream=True)
+            assert answer.status_code in (200, 408)
+            assert '"code":"deadline_exceeded"' in answer.text.strip().splitlines()[-1]
+        answer = proxy.http.post("/v1/chat/completions", json={**chat, "stream": True, "deadline_ms": 1})
+        assert '"code":"deadline_exceeded"' in answer.text.strip().splitlines()[-1]
+        proxy.ended({"refused": 7})
+        assert proxy.count("retries", side="decode") == proxy.count("retries", side="prefill") == 0
+        assert proxy.ready() >= {engine.url for engine in engines[1:]}
+    assert not [line for line in caplog.messages if "is looked at" in line]
+
+
 def test_what_the_proxy_refuses_itself(scene):
     proxy = scene(max_body_bytes=2048)
     answer = proxy.ask(**body(metadata={"kv_from": "10.0.0.1:80"}))
@@ -330,7 +349,7 @@ def test_who_waits_for_a_prompt_in_vain_is_asked_anew(scene, engines, frozen, wa
 # ---- engines that come back as others
 
 
-def test_gone_and_started_anew_as_another(scene, engines, proxied, wait_for):
+def test_gone_and_started_anew_as_another(scene, engines, proxied, wait_for, caplog):
     """It is found again on its port. With other weights it answers, but nobody hands it KV."""
     proxy, giver, taker = scene(), *engines[:2]
     alone = proxied(prefill=[giver], decode=[taker])
@@ -346,7 +365,7 @@ def test_gone_and_started_anew_as_another(scene, engines, proxied, wait_for):
     alone.ended({"unavailable": 2})
 
     wait_for(lambda: taker.url not in proxy.ready(), "that it is gone is not seen")
-    taker.start({"vocab_size": 1000}, max_waiting=1, max_running=1)
+    taker.start({"vocab_size": 1000}, max_waiting=2, max_running=1, queue_timeout=4.0)
     wait_for(lambda: taker.url in proxy.ready(), "it is not found again")
     health = proxy.health()
     assert (before, health["decode"][0]["fingerprint"]) == ("sim-49152", "sim-1000")
@@ -356,22 +375,29 @@ def test_gone_and_started_anew_as_another(scene, engines, proxied, wait_for):
     assert proxy.count("pairings", how="handed") == 4
     wait_for(lambda: taker.url in alone.ready(), "it is not found again")
     assert cached(alone.ask(prompt=[1] * 100, max_tokens=2).json()) == 0, "it computes alone"
+    caplog.clear()
     full_queue(alone, taker)
+    assert not [line for line in caplog.messages if "is looked at" in line]
     taker.kill()
 
 
 def full_queue(proxy, taker):
-    """429 is told as the engine told it, and is not a fault of its own: it gets the next request."""
+    """429 and a wait that took too long are told as the engine told them, and are no fault of its own: it gets the next
+    request."""
     small = {"prompt": [1, 2, 3], "max_tokens": 4000}
-    with proxy.stream(**small) as running, ThreadPoolExecutor(1) as pool:
+    with proxy.stream(**small) as running, ThreadPoolExecutor(2) as pool:
         lines = running.iter_lines()
         next(lines)
-        waiting = pool.submit(proxy.ask, **{**small, "max_tokens": 2})
-        taker.served.wait_for("the second request has not come", lambda books: books.open == 2)
+        waiting = [pool.submit(proxy.ask, **{**small, "max_tokens": 2, "stream": stream}) for stream in (False, True)]
+        taker.served.wait_for("the others have not come", lambda books: books.open == 3)
         answer = proxy.ask(**small)
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
-        assert answer.headers["retry-after"] == "1"
+        assert int(answer.headers["retry-after"]) >= 1
+        assert taker.url in proxy.ready()
+        for late in (one.result() for one in waiting):
+            assert (late.status_code, late.json()["error"]["code"]) == (503, "queue_timeout")
+            assert int(late.headers["retry-after"]) >= 1
         assert taker.url in proxy.ready()
         lines.close()
         running.close()
-        assert waiting.result().status_code == 200
+        assert proxy.ask(**{**small, "max_tokens": 2}).status_code == 200

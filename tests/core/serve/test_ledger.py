@@ -101,6 +101,23 @@ def test_histograms_count_and_merge(one: list[float], other: list[float]) -> Non
     ]
 
 
+def test_whoever_is_told_of_an_end_sees_how_it_ended() -> None:
+    ledger = Ledger()
+    told: list[tuple[str, bool, str]] = []
+    ledger.closed.append(lambda stream, reason: told.append((reason, stream.done, str(stream.error))))
+    streams = [Stream(name, 1, SamplingParams(), Broken() if name == "a" else None) for name in "abc"]  # type: ignore[arg-type]
+    for stream in streams:
+        ledger.enter(stream)
+    ledger.deliver([Delta("a", (1,))])
+    ledger.fail([streams[1]], EngineDead("it fell"))
+    ledger.leave([streams[2]])
+    assert told == [
+        ("error", True, "the output could not be decoded: no such byte"),
+        ("error", True, "it fell"),
+        ("abort", True, "None"),
+    ]
+
+
 def test_tokens_that_come_together_share_their_gap() -> None:
     now = 1.0
     ledger = Ledger(lambda: now)

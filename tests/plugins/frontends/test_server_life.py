@@ -155,6 +155,9 @@ def test_readiness_goes_and_comes_with_progress(start: Any) -> None:
         stuck = pool.submit(server.http.post, "/v1/completions", json={**LONG, "prompt": [SLEEP]})
         said = wait_for(lambda: ready(server)[0] == 503 and ready(server)[1], "it stalls")
         assert "no step has brought work forward" in said["cause"]
+        scraped = httpx.get(f"{server.url}/metrics", timeout=9)  # Prometheus waits for 10 s
+        assert "\nengine_ready 0.0\n" in scraped.text
+        assert "engine_requests_running" not in scraped.text  # nobody knows
         os.kill(server.core_pid, signal.SIGKILL)
         assert stuck.result().json()["error"]["code"] == "engine_dead"
     assert server.wait() == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import os
 import re
 import signal
 import time
@@ -127,9 +128,9 @@ def test_the_label_is_the_tenant_whatever_the_client_says(engine: AsyncEngine, g
     notes.SEEN.clear()
     text = asyncio.run(main())
     assert [seen.get("tenant") for seen in notes.SEEN] == [
-        "team-a", "team-a", "team-b", "team-b", "the boss", None,
+        "team-a", "team-a", "team-b", "team-b", None, None,
     ]  # fmt: skip
-    assert notes.SEEN[0]["x"] == "y"
+    assert notes.SEEN[0]["x"] == notes.SEEN[4]["x"] == "y"
     for tenant in ("team-a", "team-b"):
         assert f'engine_tenant_requests_accepted_total{{tenant="{tenant}"}} 2.0' in text
         assert f'engine_tenant_requests_ended_total{{reason="length",tenant="{tenant}"}} 2.0' in text or (
@@ -138,8 +139,30 @@ def test_the_label_is_the_tenant_whatever_the_client_says(engine: AsyncEngine, g
     assert "the boss" not in text  # what clients say of themselves makes no metric grow
 
 
+def test_what_a_client_says_is_its_tenant_where_no_key_has_a_label(
+    engine: AsyncEngine, tmp_path: Path, notes: Any
+) -> None:
+    """A path without a key is no way around the labels of others."""
+    file = tmp_path / "keys"
+    file.write_text("team-a: sesame\n")
+    opened = OpenAIFrontend(OpenAIOptions(open_paths=("/v1/completions",)))
+    opened.guard(Keys(file=file))
+
+    async def main() -> None:
+        body = {**GOOD, "metadata": {"tenant": "the boss"}}
+        apps = (OpenAIFrontend().app(engine), None), (OpenAIFrontend().app(engine, api_key="key"), "key")
+        for app, key in (*apps, (opened.app(engine), None)):
+            async with client(app, key) as http:
+                assert (await http.post("/v1/completions", json=body)).status_code == 200
+
+    notes.SEEN.clear()
+    asyncio.run(main())
+    assert [seen.get("tenant") for seen in notes.SEEN] == ["the boss", "the boss", None]
+
+
 def test_other_origins_are_let_in_by_name_only(engine: AsyncEngine, guarded: Any) -> None:
-    preflight = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    asked_for = "authorization, content-type, x-stainless-lang, x-stainless-retry-count"  # as OpenAI's library does
+    preflight = {"access-control-request-method": "POST", "access-control-request-headers": asked_for}
 
     async def main() -> None:
         async with client(guarded, "sesame", origin="https://a.org") as http:
@@ -147,6 +170,8 @@ def test_other_origins_are_let_in_by_name_only(engine: AsyncEngine, guarded: Any
             assert answer.headers["access-control-allow-origin"] == "https://a.org"
             asked = await http.options("/v1/chat/completions", headers=preflight)
             assert (asked.status_code, asked.headers["access-control-allow-origin"]) == (200, "https://a.org")
+            assert "x-stainless-lang" in asked.headers["access-control-allow-headers"]
+            assert "access-control-allow-credentials" not in asked.headers
         async with client(guarded, "sesame", origin="https://b.org") as http:
             answer = await http.get("/v1/models")
             assert answer.status_code == 200
@@ -287,6 +312,56 @@ def test_keys_change_with_their_file(start: Any, tmp_path: Path) -> None:
         time.sleep(0.02)
     assert status("second") == 200
     assert server.stop() == 0
+
+
+@pytest.fixture
+def hangups_end() -> Iterator[None]:
+    """Processes that are started are ended by SIGHUP, also where this one is not."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_keys_change_while_the_model_loads_and_a_hang_up_reaches_no_core(
+    start: Any, tmp_path: Path, hangups_end: None
+) -> None:
+    file, go = tmp_path / "keys", tmp_path / "go"
+    file.write_text("a: first\n")
+    server = start("--executor", "faulty_executor:SlowToLoad", "--api-key-file", str(file), own_group=True,
+                   until=r"starting +(http://[^/\s]+)", env={"LOAD_WHEN": str(go)})  # fmt: skip
+    file.write_text("a: second\n")
+    os.killpg(server.process.pid, signal.SIGHUP)
+    go.touch()
+    server._wait_for(r"listening on (\S+)")
+
+    def status(key: str) -> int:
+        headers = {"authorization": f"Bearer {key}"}
+        return int(server.http.post("/v1/completions", json=GOOD, headers=headers).status_code)
+
+    def becomes(key: str, wanted: int) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while status(key) != wanted:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    becomes("second", 200)
+    assert status("first") == 401
+    file.write_text("a: third\n")
+    os.killpg(server.process.pid, signal.SIGHUP)
+    becomes("third", 200)  # by the same core
+    assert status("second") == 401
+    assert server.stop() == 0
+
+
+@pytest.mark.parametrize("flags", [(), ("--api-key", "one", "--api-key", "two")])
+def test_a_hang_up_ends_a_server_without_a_file_of_keys(start: Any, flags: tuple[str, ...], hangups_end: None) -> None:
+    server = start("--executor", "sim", *flags, own_group=True)
+    assert server.core_pid is not None
+    assert server.stop(signal.SIGHUP, group=True) == -signal.SIGHUP
+    deadline = time.monotonic() + PATIENCE
+    while os.path.exists(f"/proc/{server.core_pid}"):
+        assert time.monotonic() < deadline, "the core outlives it"
+        time.sleep(0.02)
 
 
 def test_a_frontend_of_one_key_is_not_left_open() -> None:
