@@ -69,11 +69,10 @@ class FlashInferAttention(Attention):
     name = "flashinfer"
     provides = frozenset(
         {
-            *("attention:prefill", "attention:decode", "attention:mixed"),
-            *("attention:window", "attention:soft-cap", "attention:fp8-kv"),
-            *("attention:graphs", "attention:cascade"),
+            "attention:prefill", "attention:decode", "attention:mixed", "attention:window", "attention:soft-cap",
+            "attention:fp8-kv", "attention:graphs", "attention:cascade",
         }
-    )
+    )  # fmt: skip
     Options = FlashInferOptions
 
     def __init__(self, options: Any = None) -> None:

@@ -17,7 +17,6 @@ from engine.core.registry import make
 if TYPE_CHECKING:
     from torch import Tensor
 
-KINDS = frozenset({"attention:prefill", "attention:decode", "attention:mixed"})
 OF_DECODE = frozenset({"attention:graphs", "attention:cascade"})  # what concerns decodes alone
 
 
@@ -45,7 +44,7 @@ class SplitAttention(Attention):
     """
 
     name = "split"
-    provides = KINDS
+    provides = frozenset({"attention:prefill", "attention:decode", "attention:mixed"})
     Options = SplitOptions
 
     def __init__(self, options: Any = None) -> None:
@@ -128,14 +127,14 @@ class SplitAttention(Attention):
             raise ConfigError("attention split cannot be one of its own backends")
         backend = make("attention", name, options)
         assert isinstance(backend, Attention)
-        kinds = {offer for offer in backend.provides if offer in KINDS}
+        kinds = {offer for offer in backend.provides if offer in SplitAttention.provides}
         if kinds and f"attention:{kind}" not in kinds:
             raise ConfigError(f"attention {name} does not compute batches of kind {kind}")
         return backend
 
     def _provided(self) -> frozenset[str]:
         prefill, decode = (backend.provides for backend in self._both)
-        return KINDS | (prefill & decode) | (decode & OF_DECODE)
+        return SplitAttention.provides | (prefill & decode) | (decode & OF_DECODE)
 
     def _words(self, said: Sequence[str]) -> str:
         return f"prefill by {said[0]}; decode by {said[1]}"

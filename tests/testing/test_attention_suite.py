@@ -39,7 +39,7 @@ CAUGHT = {
     "CapsAfterTheFact": ("tanh", "with what a layer may have, position .* is off by"),
     "CapsEveryLayer": ("leaves the next one, of the same step, without", "in a plain layer after one that is not"),
     "RoundsTowardsZero": ("the nearest number of fp8", r"[KV] of .* is stored as .* in pages of float8_e4m3fn"),
-    "Overshoots": ("the nearest number of fp8", r"K of 1\d* is stored as nan"),
+    "Overshoots": ("the nearest number of fp8", r"K of -?\d+ is stored as nan"),
 }
 
 

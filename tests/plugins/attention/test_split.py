@@ -119,7 +119,7 @@ def test_both_are_told_and_graphs_are_of_decodes(pair: Any) -> None:
     both.close()
     assert prefill.told == [("expect", 3), ("start", "context"), "close"]
     assert decode.told == [("expect", 3), ("start", "context"), ("graph", 2), "close"]
-    assert both.provides == split.KINDS | {"attention:graphs", "attention:fp8-kv"}
+    assert both.provides == split.SplitAttention.provides | {"attention:graphs", "attention:fp8-kv"}
 
 
 def test_what_cannot_be_split_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
