@@ -25,7 +25,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def kernels() -> Any:
     """The script that prints the table in docs/attention.md."""
-    spec = importlib.util.spec_from_file_location("benchmark_kernels", ROOT / "benchmarks" / "kernels.py")
+    spec = importlib.util.spec_from_file_location("benchmark_kernels", ROOT / "benchmarks" / "triton_kernels.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -75,7 +75,7 @@ def test_everything_compiles_and_fits(arch: int, kernels: Any) -> None:
 def test_the_table_of_the_docs_is_what_the_script_prints() -> None:
     """But for registers, which change with the compiler."""
     done = subprocess.run(
-        [sys.executable, "benchmarks/kernels.py", "--markdown"], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "benchmarks/triton_kernels.py", "--markdown"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     table = (ROOT / "docs" / "attention.md").read_text()
     for line in done.stdout.splitlines():

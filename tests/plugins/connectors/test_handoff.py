@@ -161,7 +161,7 @@ def test_four_receivers_and_four_senders_at_once(mover, opened):
                 hints = {"kv_from": sender.address}
                 receiver.transfer_kv([Transfer(f"t{number}", "pull", f"r{number}", pages, keys, hints=hints)])
             left = {f"t{number}" for number in range(4)}
-            until = time.monotonic() + 20
+            until = time.monotonic() + 60
             while left and time.monotonic() < until:
                 for event in receiver.transfer_kv([]):
                     assert event.kind == "done", event

@@ -56,7 +56,12 @@ CHILD = """
     store.start(SimpleNamespace(limits=SimpleNamespace(page_size=4), model=model))
     store.register(KVLayout((content,), "a" * 32, shared))
     keys = tuple(n.to_bytes(32, "big") for n in range(shape[0]))
-    store.transfer_kv([Transfer("t", "push", "r", tuple(range(shape[0])), keys, hints={"kv_role": "prefill"})])
+    def lease(number):
+        name = f"t{number}", "push", f"r{number}"
+        store.transfer_kv([Transfer(*name, tuple(range(shape[0])), keys, hints={"kv_role": "prefill"})])
+    leases = asked["leases"]
+    for number in range(leases):
+        lease(number)
     begun = 0
     real = store._transport and store._transport.begin
     def begin(*pieces):
@@ -69,12 +74,10 @@ CHILD = """
     if store._transport is not None and store._transport.pushes:
         store._transport.begin = begin
     print("at", store.address, flush=True)
-    leases = 1
     while True:
         for _ in store.transfer_kv([]):  # released: it is leased again
+            lease(leases)
             leases += 1
-            again = Transfer(f"t{leases}", "push", "r", tuple(range(shape[0])), keys, hints={"kv_role": "prefill"})
-            store.transfer_kv([again])
         time.sleep(0.001)
 """
 
@@ -132,9 +135,16 @@ class World:
             assert line, "the other process did not start"
         return process, line.removeprefix("at ").strip()
 
-    def sender(self, pages=256, size=PAGE, number=0, port=0):
-        """A process that leases pages; where it pushes it sends itself a signal as the second batch is under way."""
-        asked = {"name": self.name, "options": {**self.options, "port": port}, "pages": pages, "size": size}
+    def sender(self, pages=256, size=PAGE, number=0, port=0, leases=1):
+        """A process that leases pages, so many times over, and again when it is released; where it pushes it sends
+        itself a signal as the second batch is under way."""
+        asked = {
+            "name": self.name,
+            "options": {**self.options, "port": port},
+            "pages": pages,
+            "size": size,
+            "leases": leases,
+        }
         return self.process(CHILD, json.dumps({**asked, "signal": int(number) if self.pushes else 0}))
 
     def receiver(self, pages=256, size=PAGE, **options):
@@ -220,7 +230,7 @@ def test_what_another_process_computed_is_gone_on_with(world):
 def test_thousands_of_scattered_pages_for_four_at_once(world):
     """More pieces than a library takes at once; each load has some of the pages."""
     count, size = 2400, 512
-    _, address = world.sender(count, size)
+    _, address = world.sender(count, size, leases=4)  # for each a hand-off of its own: none ends with another's release
     store, region = world.receiver(count, size, patience=60.0)
     there, here = random.Random(1), random.Random(2)
     parts = [list(range(at, count, 4)) for at in range(4)]

@@ -1,6 +1,6 @@
 """What the compiler makes of the kernels of attention backend ``triton``. Needs no GPU.
 
-    python benchmarks/kernels.py [--archs 80,90] [--markdown]
+    python benchmarks/triton_kernels.py [--archs 80,90] [--markdown]
 
 Registers, spills, shared memory. Each variant is compiled as the backend would launch it; what a program needs is what
 ``ptxas -v`` says of it.
