@@ -75,7 +75,11 @@ def test_everything_compiles_and_fits(arch: int, kernels: Any) -> None:
 def test_the_table_of_the_docs_is_what_the_script_prints() -> None:
     """But for registers, which change with the compiler."""
     done = subprocess.run(
-        [sys.executable, "benchmarks/triton_kernels.py", "--markdown"], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "benchmarks/triton_kernels.py", "--markdown"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     table = (ROOT / "docs" / "attention.md").read_text()
     for line in done.stdout.splitlines():
