@@ -30,7 +30,7 @@ class Ours:
         from engine.core.assemble import assemble
         from engine.core.config import load_config
 
-        flags, self.threads = pairs(options), threads
+        flags = pairs(options)
         if "executor" not in flags:  # another than the default has options of its own
             flags.setdefault("executor.threads", str(threads))
         self.core = assemble(load_config(flags=flags).config)

@@ -185,9 +185,8 @@ def table(found: dict[str, dict[str, list[dict[str, Any]]]], bounds: dict[str, f
         firsts: dict[type, list[dict[str, Any]]] = {}  # what is said in tokens is compared with tokens, text with text
         for label, values in medians.items():
             rate = values["tokens_per_second"] or 0
-            waits = [values[key] for key in ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms")]
-            shown = ["-" if wait is None else f"{wait:.0f} ms" for wait in waits]
             same = alike(firsts.setdefault(type(runs[label][0]["said"][0]), runs[label]), runs[label])
+            shown = waits(values, " ms", unknown="-")
             yield COLUMNS.format(name, label, f"{rate:.1f}", f"{rate / best:.0%}", *shown, same)
         for label, rounds in sides.items():
             if "cannot" in rounds[0]:
@@ -216,8 +215,7 @@ def page(found: dict[str, dict[str, list[dict[str, Any]]]], bounds: dict[str, fl
                 lines.append(f"| {label} | {rounds[0]['cannot']} | | | | | |")
                 continue
             values = middle(rounds)
-            waits = [values[key] for key in ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms")]
-            shown = " | ".join("" if wait is None else f"{wait:.0f}" for wait in waits)
+            shown = " | ".join(waits(values))
             lines.append(f"| {label} | {values['tokens_per_second']:.1f} | {shown} | {len(rounds)} |")
         if name in bounds:
             lines.append(f"| roofline of float32 | {bounds[name]:.1f} | | | | | |")
@@ -229,6 +227,12 @@ def middle(rounds: Sequence[dict[str, Any]]) -> dict[str, float | None]:
     """The median of every figure."""
     keys = [key for key in rounds[0] if key != "said"]
     return {key: None if rounds[0][key] is None else statistics.median(one[key] for one in rounds) for key in keys}
+
+
+def waits(values: dict[str, float | None], unit: str = "", unknown: str = "") -> list[str]:
+    """TTFT and ITL, each the median and the 99th percentile."""
+    known = (values[key] for key in ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms"))
+    return [unknown if wait is None else f"{wait:.0f}{unit}" for wait in known]
 
 
 def alike(one: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]) -> str:
