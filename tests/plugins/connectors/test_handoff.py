@@ -154,18 +154,22 @@ def test_four_receivers_and_four_senders_at_once(mover, opened):
     errors: list = []
 
     def fetch(receiver, target):
+        left = {f"t{number}" for number in range(4)}
+
+        def hear(*wishes):
+            for event in receiver.transfer_kv(list(wishes)):
+                assert event.kind == "done", event
+                left.discard(event.transfer_id)
+
         try:
             for number, sender in enumerate(senders):
                 keys = tuple(map(key, range(number * 1000, number * 1000 + 120)))
                 pages = tuple(range(number * 130, number * 130 + 120))
                 hints = {"kv_from": sender.address}
-                receiver.transfer_kv([Transfer(f"t{number}", "pull", f"r{number}", pages, keys, hints=hints)])
-            left = {f"t{number}" for number in range(4)}
+                hear(Transfer(f"t{number}", "pull", f"r{number}", pages, keys, hints=hints))
             until = time.monotonic() + 60
             while left and time.monotonic() < until:
-                for event in receiver.transfer_kv([]):
-                    assert event.kind == "done", event
-                    left.discard(event.transfer_id)
+                hear()
                 time.sleep(0.001)
             assert not left
             for number, source in enumerate(sources):

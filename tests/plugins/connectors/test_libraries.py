@@ -237,17 +237,17 @@ def test_thousands_of_scattered_pages_for_four_at_once(world):
     for part in parts:
         there.shuffle(part)
     target = here.sample(range(count), count)
+    told: dict[str, str] = {}
+
+    def hear(events):  # of any load, whatever the call was for
+        told.update({event.transfer_id: f"{event.kind} {event.reason}" for event in events})
+        return len(told) == 4
+
     for number, part in enumerate(parts):
         wanted = [page.to_bytes(32, "big") for page in part]
         where_to = [target[page] for page in part]
-        begin(store, "pull", wanted, where_to, name=f"t{number}", request=f"r{number}", kv_from=address)
-    told: dict[str, str] = {}
-
-    def all_told():
-        told.update({event.transfer_id: f"{event.kind} {event.reason}" for event in store.transfer_kv([])})
-        return len(told) == 4
-
-    wait_for(all_told, 60)
+        hear(begin(store, "pull", wanted, where_to, name=f"t{number}", request=f"r{number}", kv_from=address))
+    wait_for(lambda: hear(store.transfer_kv([])), 60)
     assert set(told.values()) == {"done "}
     assert (region[target] == content(count, size)).all()
     if world.way == "shared":
