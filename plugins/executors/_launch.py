@@ -11,6 +11,7 @@ meanwhile all the same.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -35,7 +36,7 @@ UNKNOWN = "the plan computes tokens that are not known yet"
 
 
 @dataclass(slots=True)
-class Launched:
+class Launched(ABC):
     """A step that a device computes, or has computed.
 
     Attributes:
@@ -57,9 +58,9 @@ class Launched:
         tokens = self.outcome().tokens[row]
         return tokens[0] if tokens else None
 
+    @abstractmethod
     def outcome(self) -> Outcome:
         """What came of the step. Waits. May be asked in any thread, and again."""
-        raise NotImplementedError
 
 
 @dataclass(slots=True)
