@@ -35,6 +35,22 @@ from engine.plugins.executors._threads import threads
 UNKNOWN = "the plan computes tokens that are not known yet"
 
 
+def flattened(plan: Plan, rows: Sequence[Row]) -> tuple[list[int], list[int]]:
+    """All rows' tokens and their positions, row after row, ``[sum(counts)]``.
+
+    Raises:
+        ExecutionError: the rows have fewer than the plan counts, since some are not known yet.
+    """
+    ids: list[int] = []
+    positions: list[int] = []
+    for row, count in zip(rows, plan.counts, strict=True):
+        ids += row.tokens
+        positions += range(row.start, row.start + count)
+    if len(ids) != len(positions):
+        raise ExecutionError(UNKNOWN)
+    return ids, positions
+
+
 @dataclass(slots=True)
 class Launched(ABC):
     """A step that a device computes, or has computed.
@@ -180,13 +196,7 @@ class Launcher:
 
     def _eager(self, plan: Plan, rows: Sequence[Row], wanted: Wanted) -> Tensor:
         """Logits, as wanted."""
-        ids: list[int] = []
-        positions: list[int] = []
-        for row, count in zip(rows, plan.counts, strict=True):
-            ids += row.tokens
-            positions += range(row.start, row.start + count)
-        if len(ids) != len(positions):
-            raise ExecutionError(UNKNOWN)
+        ids, positions = flattened(plan, rows)
         put = self._staging.put
         on_device = self._put_ids(ids, plan)
         places = put(positions, torch.long)

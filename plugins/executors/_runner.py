@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from os import PathLike
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ import torch as t
 from torch import Tensor
 
 from engine.core.batch import Batch
-from engine.core.continuation import Continuations, Row
+from engine.core.continuation import Continuations
 from engine.core.errors import ConfigError, ExecutionError, ModelError
 from engine.core.memory import KVLayout, layout_digest
 from engine.core.models.source import resolve
@@ -25,7 +25,7 @@ from engine.core.plan import Outcome, Plan
 from engine.core.protocols import Attention, Context, ModelInfo
 from engine.plugins.executors._device import lost, pages_that_fit, working_on
 from engine.plugins.executors._graphs import DecodeGraphs
-from engine.plugins.executors._launch import Launcher
+from engine.plugins.executors._launch import Launcher, flattened
 from engine.plugins.executors._model import LoadedModel, kv_bytes, load_model
 from engine.plugins.executors._native import argmax_of
 from engine.plugins.executors._packed import can_pack
@@ -206,7 +206,7 @@ class Runner:
         if self._launcher is not None:
             return self._launcher.launch(plan)()
         rows = self._continuations.rows(plan)
-        ids, positions = self._inputs(plan, rows)
+        ids, positions = (t.tensor(numbers, dtype=t.long) for numbers in flattened(plan, rows))
         wanted = self._sampler.wanted(plan, rows)
         batch = Batch(
             starts=[row.start for row in rows], counts=plan.counts, pages=plan.tables, page_size=self._page_size
@@ -289,14 +289,3 @@ class Runner:
     def _dtype(self) -> t.dtype:
         dtype: t.dtype = getattr(t, self.options.dtype)
         return dtype
-
-    def _inputs(self, plan: Plan, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
-        """All rows' tokens and their positions, row after row, ``[sum(counts)]``."""
-        ids: list[int] = []
-        positions: list[int] = []
-        for row, count in zip(rows, plan.counts, strict=True):
-            ids += row.tokens
-            positions += range(row.start, row.start + count)
-        if len(ids) != len(positions):
-            raise ExecutionError("the plan computes tokens that are not known yet")
-        return t.tensor(ids, dtype=t.long), t.tensor(positions, dtype=t.long)
