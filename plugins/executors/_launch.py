@@ -124,15 +124,18 @@ class Launcher:
         forward: the model, over the KV of the active layers.
         layers: whose KV it is.
         cpu_threads: how many, where the CPU is the device.
-        graphs: for steps of decodes alone, if there are any.
+
+    Attributes:
+        graphs: for steps of decodes alone; ``None`` until they are captured, and where there are none.
     """
 
     def __init__(
         self, *, device: torch.device, attention: Attention, forward: Forward, layers: Layer, sampler: Sampler,
-        page_size: int, cpu_threads: int | None = None, graphs: DecodeGraphs | None = None,
+        page_size: int, cpu_threads: int | None = None,
     ) -> None:  # fmt: skip
         self._device, self._attention, self._forward, self._layers = device, attention, forward, layers
-        self._sampler, self._page_size, self._threads, self.graphs = sampler, page_size, cpu_threads, graphs
+        self._sampler, self._page_size, self._threads = sampler, page_size, cpu_threads
+        self.graphs: DecodeGraphs | None = None
         self._cascades = "attention:cascade" in attention.provides
         self._staging = Staging(device)
         self._last: Launched | None = None

@@ -136,11 +136,22 @@ class Runner:
             *(self._attention, self._model.layers, num_pages + place.graphs, page_size, place.kv_dtype, place.device)
         )
         self._num_pages, self._page_size = num_pages, page_size
-        self._launcher = self._new_launcher(None) if place.launches else None
+        self._launcher = None
+        if place.launches:
+            self._launcher = Launcher(
+                device=place.device,
+                attention=self._attention,
+                forward=self._model.run,
+                layers=self._layers,
+                sampler=self._sampler,
+                page_size=page_size,
+                cpu_threads=self.options.threads,
+            )
 
     def start(self, context: Context) -> None:
         """Capture the graphs, if there are to be any. The attention backend is started. Mutates."""
-        if self._model is None or self._layers is None or not self._placed.graphs:
+        launcher, layers = self._launcher, self._layers
+        if launcher is None or layers is None or not self._placed.graphs:
             return
         device = self._placed.device
         most = context.limits.max_running
@@ -148,14 +159,14 @@ class Runner:
         fitting = [size for size in sizes if size < most] + [size for size in sizes if size >= most][:1]
         started = time.perf_counter()
         try:
-            with working_on(device), t.inference_mode(), active(self._layers):
-                graphs = DecodeGraphs(
+            with working_on(device), t.inference_mode(), active(layers):
+                launcher.graphs = DecodeGraphs(
                     sizes=fitting,
                     device=device,
                     scratch=self._num_pages,
                     page_size=self._page_size,
                     plan=self._attention.plan_graph,
-                    forward=self._model.run,
+                    forward=self._loaded.run,
                     capture=CudaCapture(device) if device.type == "cuda" else EagerCapture(),
                 )
         except Waits as error:
@@ -163,21 +174,7 @@ class Runner:
                 raise ConfigError(f"executor torch: there can be no graphs of this model: {error}") from error
             log.warning("executor torch goes on without graphs: of this model there can be none: %s", error)
             return
-        self._launcher = self._new_launcher(graphs)
         log.info("executor torch: graphs of %s rows in %.1f s", fitting, time.perf_counter() - started)
-
-    def _new_launcher(self, graphs: DecodeGraphs | None) -> Launcher:
-        assert self._layers is not None
-        return Launcher(
-            device=self._placed.device,
-            attention=self._attention,
-            forward=self._loaded.run,
-            layers=self._layers,
-            sampler=self._sampler,
-            page_size=self._page_size,
-            cpu_threads=self.options.threads,
-            graphs=graphs,
-        )
 
     @property
     def on_cpu(self) -> bool:
