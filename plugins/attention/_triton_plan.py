@@ -10,7 +10,12 @@ from numpy.typing import NDArray
 
 from engine.plugins.attention._rows import Ints, Rows, before
 
-ITEM, MERGE = 8, 4  # numbers of an item and of a merge, as the kernels read them
+ITEM = 8
+"""Numbers of an item: first token, queries, position of the first, first key, end of the keys, page table, part, 0."""
+
+MERGE = 4
+"""Numbers of a merge: first token, queries, first part, parts."""
+
 SPLIT = 128  # keys that a piece has at least
 NOBODY = -1  # the token of an item, and the part of one, that is none
 
