@@ -4,8 +4,8 @@ A row that goes on from a token of the step in flight takes it on the device, wh
 has sampled comes to the host by a copy that is waited for when the outcome is asked for, and not before. So requests
 that take the likeliest token, or draw from all tokens or from the likeliest few, never make the device wait.
 
-Batches in which somebody uses ``top_p`` without a small ``top_k``, ``min_tokens``, biases or penalties, or wants
-log-probabilities, choose their tokens before ``launch`` returns: that waits for the device. The next step is planned
+Batches in which somebody uses ``top_p`` without a small ``top_k``, ``min_tokens``, biases, penalties or a grammar, or
+wants log-probabilities, choose their tokens before ``launch`` returns: that waits for the device. The next step is planned
 meanwhile all the same.
 """
 
