@@ -5,8 +5,8 @@ has sampled comes to the host by a copy that is waited for when the outcome is a
 that take the likeliest token, or draw from all tokens or from the likeliest few, never make the device wait.
 
 Batches in which somebody uses ``top_p`` without a small ``top_k``, ``min_tokens``, biases, penalties or a grammar, or
-wants log-probabilities, choose their tokens before ``launch`` returns: that waits for the device. The next step is planned
-meanwhile all the same.
+wants log-probabilities, choose their tokens before ``launch`` returns: that waits for the device. The next step is
+planned meanwhile all the same.
 """
 
 from __future__ import annotations
