@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 from engine.core.outputs import Chunk, Completion
 from engine.core.sampling import TokenLogprobs
 from engine.plugins.frontends._errors import HTTPError
-from engine.plugins.frontends._openai_answers import Wish
+from engine.plugins.frontends._openai_answers import Wish, generated
 from engine.plugins.frontends._openai_logprobs import Names, Offsets, chat_logprobs
 from engine.plugins.frontends._openai_responses import FunctionChoice, ResponsesRequest
-from engine.plugins.frontends._openai_tools import CallReader
 
 if TYPE_CHECKING:
     from engine.core.models.tokenizer import Tokenizer
@@ -31,10 +30,8 @@ class ResponseEvents:
         self._number = 0
         self._names = Names(tokenizer)
         self._logs = request.wants_logprobs
-        toolset, parser = wish.toolset, wish.parser
-        self._reader = CallReader(parser, toolset) if toolset is not None and parser is not None else None
-        hides = tokenizer is not None and wish.params.skip_special_tokens
-        self._hidden = tokenizer.special_ids if tokenizer is not None and hides else frozenset()
+        self._reader = wish.reader()
+        self._hidden = wish.hidden(tokenizer)
         self._held: list[Any] = []  # log-probabilities of tokens that are neither words nor a call yet
         self._open: dict[str, Any] | None = None
         self._output: list[dict[str, Any]] = []
@@ -83,7 +80,7 @@ class ResponseEvents:
         self._finish(_status(last))
         if last.finish_reason == "length":
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
-        output = last.output_tokens if isinstance(last, Chunk) else len(last.token_ids)
+        output = generated(last)
         self.response["usage"] = {
             "input_tokens": last.prompt_tokens,
             "input_tokens_details": {"cached_tokens": last.cached_tokens, "cache_write_tokens": 0},
