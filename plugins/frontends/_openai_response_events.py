@@ -140,9 +140,8 @@ class ResponseEvents:
         return {"type": kind, "sequence_number": self._number - 1, **content}
 
     def _shown(self) -> dict[str, Any]:
-        """As of now: what is told must not change with what comes."""
-        output = [{**item, **({"content": [*item["content"]]} if "content" in item else {})} for item in self._output]
-        return {**self.response, "output": output}
+        """As of now, at the beginning or the end: what is told must not change with what comes."""
+        return {**self.response, "output": [*self._output]}
 
     def _finish(self, status: str) -> None:
         self.response["status"] = status
@@ -166,11 +165,12 @@ class ResponseEvents:
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             item = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "status": "in_progress"}
             events.append(self._begin({**item, "content": [part]}))
-            events.append(self._event("response.content_part.added", **self._place(), content_index=0, part={**part}))
+            shown = {**part, "logprobs": []}
+            events.append(self._event("response.content_part.added", **self._place(), content_index=0, part=shown))
         assert self._open is not None
         part = self._open["content"][0]
         part["text"] += text
-        part["logprobs"] = [*part["logprobs"], *logs]
+        part["logprobs"] += logs
         delta = {"delta": text, "logprobs": list(logs)}
         events.append(self._event("response.output_text.delta", **self._place(), content_index=0, **delta))
         return events
