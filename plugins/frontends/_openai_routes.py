@@ -79,6 +79,7 @@ class Routes(Endpoints):
             ("/v1/models", "GET", self.models, True),
             ("/v1/models/{name:path}", "GET", self.model, True),
             *server.routes(),
+            ("/version", "GET", self.version, True),
             *cache.routes(),
         )
         app = self.build("Sixhooks", routes, origins=config.cors_origin)
