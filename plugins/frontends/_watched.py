@@ -11,9 +11,9 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.plugins.frontends._life import Life
+from engine.plugins.frontends._wire import CLIENT_CLOSED
 
 requests_log = logging.getLogger("engine.requests")
-CLIENT_CLOSED = 499
 UNKNOWN = "unknown"
 
 
