@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -111,10 +112,10 @@ class Server:
         raise AssertionError(f"the server did not start:\n{self.output}")
 
 
-@pytest.fixture(scope="session")
-def server() -> Iterator[Server]:
-    """A server without a model, shared: tests leave it idle. Ends with exit code 0, all pages returned."""
-    server = Server("--executor", "sim", "--executor.step-ms", "2", "--audit", "true")
+@contextlib.contextmanager
+def shared_server(*flags: str) -> Iterator[Server]:
+    """A server for several tests, which leave it idle. Ends with exit code 0, all pages returned."""
+    server = Server(*flags)
     try:
         yield server
         final = server.idle()
@@ -124,6 +125,19 @@ def server() -> Iterator[Server]:
     finally:
         code = server.stop()
     assert code == 0
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """A server without a model, shared by all."""
+    with shared_server("--executor", "sim", "--executor.step-ms", "2", "--audit", "true") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def share() -> Callable[..., contextlib.AbstractContextManager[Server]]:
+    """``shared_server``, for servers that a module's tests share."""
+    return shared_server
 
 
 @pytest.fixture(scope="session")
