@@ -20,6 +20,7 @@ import pytest
 
 FAULTS = Path(__file__).parents[2] / "core" / "serve"  # faulty_executor.py
 START_SECONDS = 120.0
+PATIENCE = 60.0
 
 
 class Server:
@@ -79,6 +80,19 @@ class Server:
                 return now
             time.sleep(0.05)
         raise AssertionError(f"still busy: {now}")
+
+    @staticmethod
+    def until(holds: Callable[[], Any], what: str) -> Any:
+        """What ``holds`` says as soon as it says anything; fails rather than wait for ever."""
+        deadline = time.monotonic() + PATIENCE
+        while not (found := holds()):
+            assert time.monotonic() < deadline, what
+            time.sleep(0.02)
+        return found
+
+    def until_metric(self, name: str, value: float) -> None:
+        """Wait until a sample has this value."""
+        self.until(lambda: self.metrics().get(name) == value, f"{name} never was {value}")
 
     def stop(self, number: int = signal.SIGTERM, *, group: bool = False) -> int:
         """Send a signal, to all its processes (of its ``own_group``) if asked to, and wait for the exit code."""
