@@ -32,8 +32,8 @@ class LLGuidanceOptions(PluginOptions):
     )
     max_grammar_symbols: int = Field(100_000, ge=1, description="most symbols of a compiled grammar")
     max_lexer_states: int = Field(50_000, ge=1, description="most states of its lexer (1 to 2 kB each)")
-    compile_fuel: int = Field(1_000_000, ge=1, description="work that compiling may cost (about 50,000 a millisecond)")
-    step_fuel: int = Field(200_000, ge=1, description="work that one mask may cost (about 14,000 a millisecond)")
+    compile_fuel: int = Field(1_000_000, ge=1, description="most work of its lexer while compiling (no bound on time)")
+    step_fuel: int = Field(200_000, ge=1, description="most work of its lexer for one mask (no bound on time)")
 
 
 class LLGuidanceCompiler(GrammarCompiler):
@@ -71,7 +71,8 @@ class LLGuidanceCompiler(GrammarCompiler):
         )
 
     def compile(self, grammar: Grammar) -> LLGuidanceGrammar:
-        """One to a few milliseconds; fuel bounds the rest. Raises ``InvalidRequest`` with the library's words."""
+        """Takes one to a few milliseconds; the options bound the work, and whoever calls it the time. Raises
+        ``InvalidRequest`` with the library's words."""
         from llguidance import LLMatcher
 
         assert self._tokenizer is not None
