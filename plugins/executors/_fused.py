@@ -67,7 +67,21 @@ class FusedDecoder:
     def run(self, ids: Tensor, positions: Tensor, keep: Tensor, layer: Layer) -> Tensor:
         """Logits ``[kept, vocab]`` of the tokens at indices ``keep`` of a flattened batch ``ids, positions [tokens]``.
 
-        ``layer`` is asked for every layer's attention. After the last layer's, only the kept rows are computed.
+        ``layer`` is asked for every layer's attention.
+        """
+        return self.logits(self.states(ids, positions, keep, layer))
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Logits ``[rows, vocab]`` of hidden states ``[rows, width]``."""
+        if not len(states):
+            return torch.empty(0, self._head.out_features)
+        logits: Tensor = self._head(states)
+        return logits
+
+    def states(self, ids: Tensor, positions: Tensor, keep: Tensor, layer: Layer) -> Tensor:
+        """As ``run``, hidden states ``[kept, width]`` after the final norm.
+
+        After the last layer's attention, only the kept rows are computed.
         """
         kernels, threads = self._kernels, torch.get_num_threads()
         x = self._decoder.embed_tokens(ids)
@@ -87,20 +101,14 @@ class FusedDecoder:
             if number == len(self._blocks):
                 attended, x, rows = attended[keep], x[keep], len(keep)
                 if not rows:
-                    return torch.empty(0, self._head.out_features)
+                    return torch.empty(0, width)
             kernels.after(at, attended.data_ptr(), rows, x.data_ptr(), *after)
-        return self._logits(x)
-
-    def _logits(self, x: Tensor) -> Tensor:
-        """Of the last layer's output ``[rows, width]``."""
-        rows, width = x.shape
         norm = self._decoder.norm
         normed = torch.empty_like(x)
         self._kernels.norm(
             *(x.data_ptr(), norm.weight.data_ptr(), norm.variance_epsilon, rows, width, normed.data_ptr())
         )
-        logits: Tensor = self._head(normed)
-        return logits
+        return normed
 
     def _turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the positions, ``[tokens, dim / 2]``, out of a table that grows as it is needed."""
