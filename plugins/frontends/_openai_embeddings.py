@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 from pydantic import Field
+from starlette.responses import Response
 
 from engine.core.errors import InvalidRequest
 from engine.core.outputs import Embedding
@@ -58,9 +60,13 @@ def told_of_input() -> Iterator[None]:
         raise InvalidRequest(FIELDS.get(error.field, error.field), error.message, code=error.code) from error
 
 
-def is_large(embeddings: Sequence[Embedding]) -> bool:
-    """Whether writing them keeps somebody waiting."""
-    return sum(len(one.data) for one in embeddings) > 4 * LARGE_ANSWER
+async def answer(
+    model: str, wish: EmbeddingRequest, embeddings: Sequence[Embedding], *, headers: dict[str, str]
+) -> Response:
+    """The whole answer; in a thread where writing it takes a while."""
+    large = sum(len(one.data) for one in embeddings) > 4 * LARGE_ANSWER
+    body = await asyncio.to_thread(written, model, wish, embeddings) if large else written(model, wish, embeddings)
+    return Response(body, headers=headers, media_type="application/json")
 
 
 def written(model: str, wish: EmbeddingRequest, embeddings: Sequence[Embedding]) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any
@@ -22,7 +21,7 @@ from engine.plugins.frontends._life import Life
 from engine.plugins.frontends._metrics import Metrics
 from engine.plugins.frontends._openai_answers import Answers, ChatAnswers
 from engine.plugins.frontends._openai_docs import describe_bodies
-from engine.plugins.frontends._openai_embeddings import is_large, told_of_input, written
+from engine.plugins.frontends._openai_embeddings import answer, told_of_input
 from engine.plugins.frontends._openai_jobs import Job, Preparer
 from engine.plugins.frontends._openai_response_events import ResponseEvents
 from engine.plugins.frontends._openai_schema import ChatRequest, CompletionRequest, Sampling
@@ -124,12 +123,7 @@ class Routes(Endpoints):
             finally:
                 group.abort()
         found = [embedded(stream, end) for stream, end in zip(group.streams, ends, strict=True)]
-        body = (
-            await asyncio.to_thread(written, self.name, asked, found)
-            if is_large(found)
-            else written(self.name, asked, found)
-        )
-        return Response(body, headers={"x-request-id": id_of(request)}, media_type="application/json")
+        return await answer(self.name, asked, found, headers={"x-request-id": id_of(request)})
 
     async def render_chat(self, request: Request) -> Response:
         """The exact prompt, text and ids, that a conversation becomes. Nothing is computed."""
