@@ -183,4 +183,4 @@ def test_the_default_model(smollm: TorchExecutor, reference_model: Any, tokenize
         def execute(self, plan: Plan) -> Outcome:
             return smollm.execute(plan)
 
-    check(Lent(), reference_model.model, prompts, {**WAYS[2], "page_size": 16, "num_pages": 256})
+    check(Lent(), reference_model.model, prompts, {**WAYS[3], "page_size": 16, "num_pages": 256})

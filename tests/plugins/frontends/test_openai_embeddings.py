@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,6 +17,7 @@ from engine import AsyncEngine, EngineConfig
 from engine.plugins.frontends import _openai_embeddings
 from engine.plugins.frontends.openai import OpenAIFrontend
 
+FAULTS = Path(__file__).parents[2] / "core" / "serve"
 WIDTH = 32
 TEXTS = ["What a day.", "It rained.", "Cats sleep."]
 
@@ -162,23 +162,6 @@ def test_neighbours_of_bad_ones_are_byte_for_byte_what_they_are(server: Any) -> 
     assert found == [alone] * 4
 
 
-def test_an_executor_that_cannot_says_so(start: Callable[..., Any]) -> None:
-    server = start("--executor", "sim", "--executor.hidden-size", "0")
-    param, code, message = refused(server, input=[1])
-    assert (param, code) == ("pooling", "unsupported")
-    assert "embeddings cannot be computed here" in message
-    assert server.http.post("/v1/completions", json={"prompt": [1], "max_tokens": 1}).status_code == 200
-    server.stop()
-
-
-def test_a_row_that_fails_is_an_error_and_no_vector(start: Callable[..., Any]) -> None:
-    server = start("--executor", "faulty_executor:FaultyExecutor")
-    answer = server.http.post("/v1/embeddings", json={"input": [[1], [40_003]]})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "request_failed")
-    assert server.idle()["engine_kv_pages_pinned"] == 0
-    server.stop()
-
-
 # ---- what is counted, and who leaves
 
 
@@ -220,28 +203,60 @@ def test_a_deadline_ends_it(server: Any) -> None:
 # ---- in an application
 
 
+def posted(*bodies: dict[str, Any], executor: Any = "sim", path: str = "/v1/embeddings", **app: Any) -> list[Any]:
+    """Answers to bodies, one after the other, of an interface in this process."""
+    engine = AsyncEngine.launch(EngineConfig.model_validate({"executor": executor}), in_process=True)
+
+    async def main() -> list[Any]:
+        transport = httpx.ASGITransport(app=OpenAIFrontend().app(engine, **app))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            found = []
+            for body in bodies:
+                headers = {"Authorization": f"Bearer {key}"} if (key := body.pop("key", None)) else {}
+                found.append(await http.post(path, json=body, headers=headers))
+            stats = await engine.stats()
+            assert (stats["running"], stats["waiting"], stats["pages_pinned"]) == (0, 0, 0)
+            return found
+
+    try:
+        return asyncio.run(main())
+    finally:
+        engine.shutdown()
+
+
+def test_an_executor_that_cannot_says_so() -> None:
+    [answer] = posted({"input": [1]}, executor={"name": "sim", "hidden_size": 0})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, "pooling", "unsupported")
+    assert "embeddings cannot be computed here" in error["message"]
+
+
+def test_a_row_that_fails_is_an_error_and_no_vector(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FAULTS))
+    executor = "faulty_executor:FaultyExecutor"
+    bad, good = posted({"input": [[1], [40_003]]}, {"input": [[1], [2]]}, executor=executor)
+    assert (bad.status_code, bad.json()["error"]["code"]) == (500, "request_failed")
+    assert good.status_code == 200
+
+
+def test_it_needs_a_key_where_there_are_keys() -> None:
+    answers = posted({"input": [1]}, {"input": [1], "key": "wrong"}, {"input": [1], "key": "secret"}, api_key="secret")
+    assert [answer.status_code for answer in answers] == [401, 401, 200]
+
+
 def test_a_large_answer_is_written_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop goes on meanwhile; the bytes are those of a small one."""
-    engine = AsyncEngine.launch(EngineConfig.model_validate({"executor": "sim"}), in_process=True)
     threads: list[str] = []
     real = _openai_embeddings.written
 
     def written(*given: Any) -> bytes:
         threads.append(threading.current_thread().name)
+        monkeypatch.setattr(_openai_embeddings, "LARGE_ANSWER", 2 * WIDTH - 1)  # of the next one
         return real(*given)
 
     monkeypatch.setattr(_openai_embeddings, "written", written)
-
-    async def main() -> list[Any]:
-        app = OpenAIFrontend().app(engine)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as http:
-            body = {"input": [[1, 2], [3]]}
-            small = await http.post("/v1/embeddings", json=body)
-            monkeypatch.setattr(_openai_embeddings, "LARGE_ANSWER", 2 * WIDTH - 1)
-            return [small, await http.post("/v1/embeddings", json=body)]
-
-    small, large = asyncio.run(main())
-    engine.shutdown()
+    body = {"input": [[1, 2], [3]], "cache": {"read": False}}
+    small, large = posted(dict(body), dict(body))
     assert small.content == large.content
     assert threads[0] == threading.main_thread().name != threads[1]
 
@@ -252,14 +267,6 @@ def test_the_interface_describes_it(server: Any) -> None:
     schema = document["components"]["schemas"][body["$ref"].rpartition("/")[2]]
     assert {"input", "encoding_format", "dimensions", "pooling", "normalize", "cache"} <= set(schema["properties"])
     assert schema["required"] == ["input"]
-
-
-def test_it_needs_a_key_where_there_are_keys(start: Callable[..., Any]) -> None:
-    server = start("--executor", "sim", "--api-key", "secret")
-    assert server.http.post("/v1/embeddings", json={"input": [1]}).status_code == 401
-    key = {"Authorization": "Bearer secret"}
-    assert server.http.post("/v1/embeddings", json={"input": [1]}, headers=key).status_code == 200
-    server.stop()
 
 
 # ---- the official client
@@ -281,23 +288,3 @@ def test_the_sdk_reads_what_it_asks_for(server: Any) -> None:
         assert own.data[0].embedding != answer.data[0].embedding
         with pytest.raises(openai.BadRequestError, match="dimensions"):
             sdk.embeddings.create(model="sim", input=[1], dimensions=5)
-
-
-@pytest.fixture(scope="module")
-def model_server(share: Callable[..., Any]) -> Iterator[Any]:
-    with share("--num-pages", "512") as server:
-        yield server
-
-
-@pytest.mark.model
-def test_the_default_model_knows_what_is_alike(model_server: Any) -> None:
-    texts = ["My cat sleeps all day.", "Kittens and felines love long naps.", "The stock market fell sharply today."]
-    with client(model_server) as sdk:
-        for pooling in ("last", "mean"):
-            answer = sdk.embeddings.create(model="SmolLM2-135M-Instruct", input=texts, extra_body={"pooling": pooling})
-            cat, kitten, market = (item.embedding for item in answer.data)
-            assert len(cat) == 576
-            alike, other = (sum(a * b for a, b in zip(cat, another, strict=True)) for another in (kitten, market))
-            assert 1 > alike > other
-    raw = model_server.http.post("/v1/embeddings", json={"input": texts}).content
-    assert json.loads(raw)["usage"]["prompt_tokens"] > 15
