@@ -39,6 +39,7 @@ from engine.core.plan import (
     Wait,
     Why,
 )
+from engine.core.pooling import POOLING, Pooling
 from engine.core.protocols import (
     Attention,
     CompiledGrammar,
@@ -68,6 +69,7 @@ from engine.core.view import StepView
 
 __all__ = [
     "API_VERSION",
+    "POOLING",
     "SAMPLING",
     "Attention",
     "AttentionLayer",
@@ -115,6 +117,7 @@ __all__ = [
     "PluginError",
     "PluginOptions",
     "Policy",
+    "Pooling",
     "Publication",
     "QueueFull",
     "Reject",

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from itertools import chain, islice
 from typing import Any
 
+import numpy as np
+
 from engine.core.containment import Nonsense
 from engine.core.errors import ExecutionError
 from engine.core.plan import EvictionPool, Outcome, Plan, Reject, TransferEvent, Wait
@@ -81,10 +83,11 @@ def plan(answer: Any, step: Any) -> Plan:
     raise Nonsense(f"{type(answer).__name__}, not the plan that step.seal() gives")
 
 
-def outcome(answer: Any, plan: Plan, who: str) -> Outcome:
+def outcome(answer: Any, plan: Plan, who: str, width: int = 0) -> Outcome:
     """What an executor made of a plan: row by row, whole tokens, as many as the rows may yield.
 
-    Raises ``ExecutionError`` in the executor's name: a step that answers nonsense has failed.
+    Raises ``ExecutionError`` in the executor's name: a step that answers nonsense has failed. ``width``: numbers of a
+    hidden state.
     """
     try:
         if not isinstance(answer, Outcome) or answer.plan is not plan:
@@ -99,6 +102,8 @@ def outcome(answer: Any, plan: Plan, who: str) -> Outcome:
             _rows(answer, plan)
         if answer.logprobs or answer.prompt_logprobs:
             _logprobs(answer, plan)
+        if plan.pooled or answer.pooled:
+            _pooled(answer, plan, width)
     except Nonsense as error:
         raise ExecutionError(f"{who} answered {error}") from error
     except TypeError as error:
@@ -134,6 +139,22 @@ def _logprobs(answer: Outcome, plan: Plan) -> None:
     everything = chain(*answer.logprobs.values(), *answer.prompt_logprobs.values())
     if not all(isinstance(one, TokenLogprobs) for one in everything):
         raise Nonsense("log-probabilities that are no TokenLogprobs")
+
+
+def _pooled(answer: Outcome, plan: Plan, width: int) -> None:
+    for row in plan.pooled:
+        request, upto = plan.requests[row], plan.starts[row] + plan.counts[row]
+        assert request.pooling is not None
+        expected = request.pooling.expects(upto, request.num_prompt)
+        if expected != (row in answer.pooled) and row not in answer.errors:
+            raise Nonsense(f"{'no' if expected else 'a'} vector for row {row}")
+    for row, vector in answer.pooled.items():
+        if row not in plan.pooled:
+            raise Nonsense(f"a vector for row {_shown(row)}, which does not pool")
+        if not isinstance(vector, np.ndarray) or vector.dtype != np.float32 or vector.shape != (width,):
+            raise Nonsense(f"for row {row} {_shown(vector)}, no array of {width} float32 numbers")
+        if not np.isfinite(vector).all():
+            raise Nonsense(f"numbers that are not finite for row {row}: such a row fails")
 
 
 def _shown(value: Any) -> str:

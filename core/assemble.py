@@ -262,6 +262,7 @@ def size_limits(config: EngineConfig, model: ModelInfo, executor: Executor) -> L
         num_pages=pages,
         vocab_size=model.vocab_size,
         sampling=executor.sampling,
+        pooling=executor.pooling if model.hidden_size else (),
         **{name: getattr(config, name) for name in REQUEST_LIMITS},
     )
 

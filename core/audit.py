@@ -40,7 +40,7 @@ def _requests(core: EngineCore) -> None:
             if request.state is not state:
                 _fail(f"{request!r} stands among the {state}")
     for request in homes:
-        if request.num_tokens >= request.max_total:
+        if request.num_tokens >= request.max_total and request.pooling is None:
             _fail(f"{request!r} has all its tokens and has not ended")
         if request.tokens[-1] in request.stop_ids and request.num_output >= max(1, request.params.min_tokens):
             _fail(f"{request!r} was stopped by a token and has not ended")

@@ -25,6 +25,7 @@ from engine.core.hooks import HookBus
 from engine.core.pages import PagePool
 from engine.core.pipeline import Pipeline
 from engine.core.plan import Delta, Outcome, Plan, Transfer, Why
+from engine.core.pooling import Pooling
 from engine.core.progress import Progress
 from engine.core.protocols import (
     Connector,
@@ -45,6 +46,7 @@ from engine.core.roster import Roster
 from engine.core.stats import Counters, StepStats, step_stats
 from engine.core.step import Step
 from engine.core.timeouts import Timeouts
+from engine.core.validate import can_read_cache
 from engine.core.watch import RequestWatch
 from engine.core.weights import WhileRunning
 
@@ -161,6 +163,7 @@ class EngineCore:
         deadline: float | None = None,
         metadata: Mapping[str, Any] | None = None,
         parked_on: Iterable[str] = (),
+        pooling: Pooling | None = None,
     ) -> Request:
         """Queue a request (parked, if it waits for something named in ``parked_on``).
 
@@ -168,6 +171,7 @@ class EngineCore:
             read_cache: its prefix may come from the prefix cache or a connector.
             write_cache: what it computes may be found by others, here or through a connector.
             deadline: seconds from its arrival; what has not ended then ends with ``timeout``.
+            pooling: it ends with a vector (``Delta.vector``) and yields no token; ``params`` is left out then.
 
         Raises:
             InvalidRequest: names the field and the limit; nothing is queued.
@@ -176,7 +180,7 @@ class EngineCore:
         """
         self._check_open()
         params = params or SamplingParams()
-        reads = read_cache and getattr(params, "prompt_logprobs", None) is None
+        reads = read_cache and can_read_cache(params, pooling)
         has_grammar = getattr(params, "grammar", None) is not None
         looks_up = self.exchange.wants(len(tokens), read_cache=reads)
         create = partial(
@@ -193,6 +197,7 @@ class EngineCore:
             deadline=deadline,
             metadata=metadata,
             parked_on=[*parked_on, *([KV] if looks_up else []), *([GRAMMAR] if has_grammar else [])],
+            pooling=pooling,
         )
         try:
             request = create()
@@ -332,7 +337,9 @@ class EngineCore:
     def _complete(self, plan: Plan) -> None:
         """Wait for a plan's outcome and commit it, or tell its requests that it failed."""
         try:
-            outcome = answers.outcome(self._pipeline.collect(), plan, self._who) if plan else Outcome(plan, ())
+            outcome = Outcome(plan, ())
+            if plan:
+                outcome = answers.outcome(self._pipeline.collect(), plan, self._who, self.model.hidden_size)
         except Exception as error:
             log.exception("%s: step %d failed", self._who, plan.index)
             self._pipeline.abandon()
@@ -435,6 +442,7 @@ class EngineCore:
         request.computed = request.planned = 0
         request.pending = request.quiet = 0
         request.drafts = ()
+        request.pooled = None
         request.lagging = False
         request.epoch += 1
         request.preemptions += 1

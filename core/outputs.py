@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
+from engine.core.pooling import Vector
 from engine.core.sampling import TokenLogprobs
 
 
@@ -39,3 +42,20 @@ class Completion:
     cached_tokens: int
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """A prompt as a vector. ``data`` are its float32 numbers, little-endian.
+
+    ``cached_tokens`` of the prompt were not computed, since the prefix cache had them.
+    """
+
+    data: bytes
+    prompt_tokens: int
+    cached_tokens: int
+
+    @property
+    def vector(self) -> Vector:
+        """The numbers as a read-only array, ``[hidden_size]``."""
+        return np.frombuffer(self.data, "<f4")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple
 
+from engine.core.pooling import Vector
 from engine.core.request import Finish, Request
 from engine.core.sampling import TokenLogprobs
 
@@ -110,7 +111,7 @@ class EvictionPool:
 class Plan:
     """One step's work, sealed. Parallel tuples: row i is ``requests[i]`` computing ``counts[i]`` tokens from position
     ``starts[i]``; where ``samples[i]`` is true the row reaches the end of the known tokens and yields a new one. Tokens
-    beyond the known ones are the row's ``drafts``.
+    beyond the known ones are the row's ``drafts``. Rows in ``pooled`` yield no token, but what ``Outcome.pooled`` says.
 
     Every token of a plan is backed by a page: ``starts[i] + counts[i] <= len(tables[i]) * page_size``. Executors read
     the tables from here and not from the request, which may have been aborted since.
@@ -132,6 +133,7 @@ class Plan:
     page_size: int = 1
     cuts: Mapping[str, Why] = field(default_factory=dict)  # request id -> why its row computes less than it owes
     drafts: Mapping[Request, tuple[int, ...]] = field(default_factory=dict)  # verified by its row; -1: see NO_DRAFT
+    pooled: tuple[int, ...] = ()  # rows of requests that pool: they never sample
     awaits: tuple[int, ...] = ()  # overlap: row of the plan before whose tokens this row continues, or -1; else empty
 
     @property
@@ -166,6 +168,11 @@ class Outcome:
     ``logprobs`` has, by row, one entry for each token of a request that asked for them (``SamplingParams.logprobs``).
     ``prompt_logprobs`` has, by row, an entry for each prompt token whose predecessor the row computed, in order: the
     tokens from position ``starts[i] + 1`` on. Both are for executors that say so (``Executor.sampling``).
+
+    ``pooled`` has, by row, the sum of the hidden states (the last layer's, after the final norm) of the positions that
+    a row with ``mean`` pooling computed; and that of the last position alone for the row that completes the prompt of a
+    request with ``last``. Float32 arrays of ``ModelInfo.hidden_size`` finite numbers, for executors that say so
+    (``Executor.pooling``).
     """
 
     plan: Plan
@@ -176,6 +183,7 @@ class Outcome:
     dropped: tuple[int, ...] = ()  # rows whose request was preempted or ended meanwhile: late, ignored
     logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
+    pooled: Mapping[int, Vector] = field(default_factory=dict)
 
 
 NO_DRAFT = -1
@@ -239,3 +247,4 @@ class Delta(NamedTuple):
     num_output: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()  # of ``tokens``, if asked for
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # with the first token, if asked for: from the second token on
+    vector: bytes = b""  # with the end of a request that pools: float32, little-endian

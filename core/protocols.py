@@ -51,12 +51,14 @@ class PluginOptions(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What the executor says of the model it serves. ``fingerprint`` digests all that shapes KV bytes."""
+    """What the executor says of the model it serves. ``fingerprint`` digests all that shapes KV bytes; ``hidden_size``
+    is how many numbers a hidden state has, 0 where they cannot be had."""
 
     name: str
     vocab_size: int
     max_model_len: int
     eos_ids: frozenset[int] = frozenset()
+    hidden_size: int = 0
     fingerprint: str = ""
     kv_bytes_per_token: int = 0
     details: Mapping[str, Any] = field(default_factory=dict)
@@ -84,6 +86,7 @@ class Limits:
         max_stop_token_ids, max_logit_bias: most entries.
         max_grammar_bytes: longest grammar.
         sampling: what the executor acts on of ``engine.core.sampling.SAMPLING``.
+        pooling: which vectors can be asked for, of ``engine.core.pooling.POOLING``.
         grammars: kinds of grammar that can be asked for.
         no_grammars: why there are none, where there are none.
     """
@@ -106,6 +109,7 @@ class Limits:
     max_logit_bias: int = 1024
     max_grammar_bytes: int = 65_536
     sampling: tuple[str, ...] = ()
+    pooling: tuple[str, ...] = ()
     grammars: tuple[str, ...] = ()
     no_grammars: str = "no grammar compiler was selected"
 
@@ -424,11 +428,14 @@ class Executor(Plugin, ABC):
         overlaps: ``launch`` may be called in a thread of its own, with plans that were made before the outcome of the
             one before was known (``Plan.awaits``). Without it the engine plans and executes in turns.
         sampling: which of ``engine.core.sampling.SAMPLING`` it acts on. Requests that use another are refused by name.
+        pooling: which of ``engine.core.pooling.POOLING`` it computes (``Outcome.pooled``), of models for which it says
+            a ``ModelInfo.hidden_size``. Requests for another vector are refused.
     """
 
     uses_attention: ClassVar[bool] = False
     overlaps: ClassVar[bool] = False
     sampling: ClassVar[tuple[str, ...]] = ()
+    pooling: ClassVar[tuple[str, ...]] = ()
 
     def use(self, *, model: str, attention: Attention | None, seed: int) -> None:
         """What the configuration chose: told once, before ``load``. Default: ignored."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from engine.core.grammar import Guide
 from engine.core.identity import pack, page_digests
+from engine.core.pooling import Pooling, Total
 from engine.core.sampling import SamplingParams as SamplingParams
 from engine.core.sampling import TokenLogprobs
 
@@ -25,7 +26,7 @@ class State(StrEnum):
 class Finish(StrEnum):
     """Why a request ended. ``detail`` on the request says more where there is more to say."""
 
-    STOP = "stop"  # end-of-sequence, stop token or stop string
+    STOP = "stop"  # end-of-sequence, stop token or stop string; of a request that pools: its vector is there
     LENGTH = "length"  # max_tokens, the model's length, or the whole KV pool (detail: kv_capacity)
     ABORT = "abort"  # the client left or cancelled
     TIMEOUT = "timeout"  # its deadline passed, or it waited for too long (detail: which, and how long)
@@ -34,7 +35,8 @@ class Finish(StrEnum):
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One sequence to generate. Plugins read it; only the core writes it (except the two scratch slots).
+    """One sequence to generate, or (``pooling``) to make a vector of. Plugins read it; only the core writes it (except
+    the two scratch slots).
 
     Token counts: ``num_tokens`` are known (prompt and committed output); ``computed`` of them have KV in ``pages``;
     up to ``planned`` the steps in flight compute. In overlap mode those steps will also yield ``pending`` tokens that
@@ -45,7 +47,7 @@ class Request:
     id: str
     tokens: list[int]  # prompt, then output; append only
     num_prompt: int
-    params: SamplingParams
+    params: SamplingParams  # of one that pools: the defaults, they mean nothing
     max_total: int  # num_tokens never exceeds this
     capped: bool = False  # it could be longer, but the KV pool does not hold more
     stop_ids: frozenset[int] = frozenset()  # end-of-sequence included unless ignored
@@ -76,6 +78,8 @@ class Request:
     started: float | None = None  # when it was first admitted, in seconds on the engine's clock
     cached_tokens: int = 0  # tokens the prefix cache gave at the first admission
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, repr=False)  # from the second token on, if asked
+    pooling: Pooling | None = None  # it ends with a vector when its prompt is computed, and yields no token
+    pooled: Total | None = field(default=None, repr=False)  # the sum of what its rows brought since it started
     guide: Guide | None = field(default=None, repr=False)  # of its grammar: whoever executes asks it what may follow
     preemptions: int = 0
     finish: Finish | None = None

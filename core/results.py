@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from engine.core.plan import Delta, Outcome
+from engine.core.pooling import Vector
 from engine.core.protocols import KVCache, Limits
 from engine.core.request import Finish, Request, State
 from engine.core.sampling import TokenLogprobs
@@ -31,12 +34,26 @@ def delta(request: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogpr
     )  # fmt: skip
 
 
+def _pool(request: Request, vector: Vector) -> bool:
+    """Take in what a row of a request that pools brought; True where its prompt is computed. Mutates."""
+    total = vector.astype(np.float64)
+    request.pooled = total if request.pooled is None else request.pooled + total
+    return request.computed == request.num_prompt
+
+
 def _remember(request: Request, start: int, found: Sequence[TokenLogprobs]) -> None:
     """Keep what is new of the prompt's log-probabilities; ``found`` begins at the token after ``start``. Mutates.
 
     A request that was preempted in the middle of its prompt computes the beginning again: that is known.
     """
     request.prompt_logprobs += found[len(request.prompt_logprobs) - start :]
+
+
+def _answered(request: Request) -> Delta:
+    """What a request that pools came to."""
+    assert request.pooling is not None
+    assert request.pooled is not None
+    return delta(request, ())._replace(vector=request.pooling.answer(request.pooled, request.num_prompt))
 
 
 _new = tuple.__new__  # a NamedTuple made without the cost of its keyword constructor
@@ -64,7 +81,7 @@ class ResultApplier:
         """
         plan = outcome.plan
         errors, drafts, proposals = outcome.errors, plan.drafts, outcome.proposals
-        logprobs, prompt_logprobs = outcome.logprobs, outcome.prompt_logprobs
+        logprobs, prompt_logprobs, pooled = outcome.logprobs, outcome.prompt_logprobs, outcome.pooled
         vocab, size, overlap = self._vocab, self._page_size, self._overlap
         publishes, when = self._publishes, self._kv.publish_when
         early, prefilled = when == "planned", when == "prefilled"
@@ -94,6 +111,11 @@ class ResultApplier:
                 request.computed += count
                 if prompt_logprobs and row in prompt_logprobs:
                     _remember(request, plan.starts[row], prompt_logprobs[row])
+                if pooled and row in pooled and _pool(request, pooled[row]):
+                    finish(request, Finish.STOP, None, self._counters)
+                    finished.append(request)
+                    outbox.append(_answered(request))
+                    continue
                 if not tokens:
                     if publishes and not prefilled and request.computed % size < count:
                         self._publish(request)
@@ -126,7 +148,7 @@ class ResultApplier:
                 continue
             first = request.num_prompt
             num_output = len(request.tokens) - first
-            news = (request.id, tuple(tokens), None, None, request.cached_tokens, first, num_output, (), ())
+            news = (request.id, tuple(tokens), None, None, request.cached_tokens, first, num_output, (), (), b"")
             outbox.append(_new(Delta, news))
         self._counters.computed_tokens += computed
         self._counters.output_tokens += output

@@ -8,10 +8,11 @@ from typing import Any
 
 from engine.core.errors import InvalidRequest, QueueFull
 from engine.core.identity import namespace_digest
+from engine.core.pooling import Pooling
 from engine.core.protocols import Limits, ModelInfo
 from engine.core.queue import WaitingQueue
 from engine.core.request import Request, SamplingParams, State
-from engine.core.validate import check_fields, validate
+from engine.core.validate import can_read_cache, check_fields, validate
 
 
 class Roster:
@@ -47,9 +48,10 @@ class Roster:
         deadline: float | None,
         metadata: Mapping[str, Any] | None,
         parked_on: Iterable[str],
+        pooling: Pooling | None = None,
     ) -> Request:
         """Validate and place a new request. Mutates. Raises ``InvalidRequest`` or ``QueueFull``."""
-        max_total, packed = validate(tokens, params, self._limits)
+        max_total, packed = validate(tokens, params, self._limits, pooling)
         check_fields(
             request_id=request_id, priority=priority, salt=salt, adapter=adapter, metadata=metadata,
             read_cache=read_cache, write_cache=write_cache, deadline=deadline,
@@ -82,12 +84,13 @@ class Roster:
             priority=priority,
             arrival=began,
             arrival_index=self._arrivals,
-            read_cache=read_cache and params.prompt_logprobs is None,
+            read_cache=read_cache and can_read_cache(params, pooling),
             write_cache=write_cache,
             deadline=None if deadline is None else began + deadline,
             packed=packed,
             metadata=MappingProxyType(dict(metadata or {})),  # shown to policies: to read
             parked_on=set(parked_on),
+            pooling=pooling,
         )
         self.live[request.id] = request
         self.waiting_tokens += request.num_prompt

@@ -15,10 +15,11 @@ class Rows:
         requests, starts, counts, samples: as in ``Plan``.
         drafts: tokens that a request's row verifies.
         partial: requests that were granted something and owe more.
+        pools: whether there is, or was, a row of a request that pools.
         cuts: request id -> why it computes less than it owes.
     """
 
-    __slots__ = ("_places", "counts", "cuts", "drafts", "partial", "requests", "samples", "starts")
+    __slots__ = ("_places", "counts", "cuts", "drafts", "partial", "pools", "requests", "samples", "starts")
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
@@ -28,6 +29,7 @@ class Rows:
         self.drafts: dict[Request, tuple[int, ...]] = {}
         self.partial: set[Request] = set()
         self.cuts: dict[str, Why] = {}
+        self.pools = False
         self._places: dict[Request, int] = {}  # request -> its row, for the first rows; filled up when asked
 
     def place(self, request: Request) -> int | None:
@@ -41,6 +43,12 @@ class Rows:
         """Tokens that the request computes so far."""
         row = self.place(request)
         return 0 if row is None else self.counts[row]
+
+    def pooled(self) -> tuple[int, ...]:
+        """Rows of requests that pool."""
+        if not self.pools:
+            return ()
+        return tuple([row for row, request in enumerate(self.requests) if request.pooling is not None])
 
     def even_out(self) -> int:
         """Fill up the rows that were made since: they compute one token each, and sample. Returns how many. Mutates."""
@@ -56,15 +64,18 @@ class Rows:
         """
         upto = request.planned + count
         known = len(request.tokens) + request.pending
+        samples = upto >= known
+        if request.pooling is not None:
+            samples, self.pools = False, True
         row = self.place(request) if request in self.partial else None
         if row is not None:
             self.counts[row] += count
-            self.samples[row] = upto >= known
+            self.samples[row] = samples
         else:
             self.requests.append(request)
             self.starts.append(request.planned)
             self.counts.append(count)
-            self.samples.append(upto >= known)
+            self.samples.append(samples)
         request.planned = upto
         if request.drafts:
             if upto > known:

@@ -273,7 +273,7 @@ class Step:
         answer = tokens if isinstance(tokens, int) else tokens(Room(hit, owed, available, match.idle, size))
         if isinstance(answer, Why):
             return self._refuse(request, answer)
-        count = min(answer, owed + padding, self.budget)
+        count = min(answer, owed + (padding if request.pooling is None else 0), self.budget)
         if count <= 0:
             return self._refuse(request, Why.TOKEN_BUDGET)
         upto = hit + count
@@ -376,6 +376,7 @@ class Step:
             page_size=self._size,
             cuts=rows.cuts,
             drafts=rows.drafts,
+            pooled=rows.pooled(),
             awaits=awaits,
         )
         return self.plan
@@ -415,7 +416,7 @@ class Step:
         """Prepare a decode at the edge of a page: take one, or publish one; False where it cannot be granted so."""
         if request.state is not State.RUNNING or request.drafts or (request.pending and not request.debt):
             return False
-        if request in self._deferred:
+        if request in self._deferred or request.pooling is not None:
             return False
         self.budget -= self._rows.even_out()
         if start >= len(request.pages) * self._size and not self._take(request, 1):

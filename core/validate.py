@@ -24,6 +24,7 @@ from engine.core.checks import shown as _shown
 from engine.core.errors import InvalidRequest
 from engine.core.grammar_checks import check_grammar
 from engine.core.identity import pack, surely_below
+from engine.core.pooling import Pooling, check_pooling
 from engine.core.protocols import Limits
 from engine.core.sampling import SamplingParams
 
@@ -42,12 +43,13 @@ class Valid(NamedTuple):
     packed: bytes  # its prompt, see ``Request.packed``
 
 
-def validate(tokens: Sequence[int], params: SamplingParams, limits: Limits) -> Valid:
+def validate(tokens: Sequence[int], params: SamplingParams, limits: Limits, pooling: Pooling | None = None) -> Valid:
     """Check a request against the limits.
 
     A prompt must leave room for at least one output token: ``len(prompt) <= max_model_len - 1``. A request whose prompt
     alone does not fit into the KV pool can never run and is refused; one that could outgrow the pool while running
-    alone is accepted and would end with reason ``length`` and detail ``kv_capacity``.
+    alone is accepted and would end with reason ``length`` and detail ``kv_capacity``. With ``pooling`` there is no
+    output; sampling parameters would mean nothing and are refused.
 
     Raises:
         InvalidRequest: names the field, its value and the limit, or the type that it should have.
@@ -55,6 +57,11 @@ def validate(tokens: Sequence[int], params: SamplingParams, limits: Limits) -> V
     packed = _check_prompt(tokens, limits)
     if not isinstance(params, SamplingParams):
         raise InvalidRequest("params", f"must be SamplingParams, not {kind(params)}")
+    if pooling is not None:
+        check_pooling(pooling, limits.pooling)
+        if params != SamplingParams():
+            raise InvalidRequest("params", "a request with pooling samples nothing: leave them out")
+        return Valid(len(tokens), packed)
     room = limits.max_model_len - len(tokens)
     _check_lengths(params, room, len(tokens), limits)
     _check_sampling(params)
@@ -68,6 +75,12 @@ def validate(tokens: Sequence[int], params: SamplingParams, limits: Limits) -> V
         if name not in limits.sampling:
             raise InvalidRequest(name, "is not supported by the executor that serves here", code="unsupported")
     return Valid(len(tokens) + (room if params.max_tokens is None else params.max_tokens), packed)
+
+
+def can_read_cache(params: Any, pooling: Any) -> bool:
+    """Whether a cached prefix is of use to a request: not where it wants something of every position. Also of what was
+    not validated."""
+    return getattr(params, "prompt_logprobs", None) is None and getattr(pooling, "reads_cache", True) is not False
 
 
 def check_fields(

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
         QueueFull,
     )
     from engine.core.grammar import Grammar
-    from engine.core.outputs import Chunk, Completion
+    from engine.core.outputs import Chunk, Completion, Embedding
+    from engine.core.pooling import Pooling
     from engine.core.sampling import SamplingParams, TokenLogprobs
     from engine.core.serve.client import AsyncEngine
     from engine.http import http_app
@@ -32,6 +33,7 @@ __all__ = [
     "Chunk",
     "Completion",
     "ConfigError",
+    "Embedding",
     "EngineConfig",
     "EngineDead",
     "EngineError",
@@ -39,6 +41,7 @@ __all__ = [
     "InvalidRequest",
     "ModelError",
     "PluginError",
+    "Pooling",
     "QueueFull",
     "SamplingParams",
     "TokenLogprobs",
@@ -50,8 +53,10 @@ _HOMES = {
     "AsyncEngine": "engine.core.serve.client",
     "Chunk": "engine.core.outputs",
     "Completion": "engine.core.outputs",
+    "Embedding": "engine.core.outputs",
     "EngineConfig": "engine.core.config",
     "Grammar": "engine.core.grammar",
+    "Pooling": "engine.core.pooling",
     "SamplingParams": "engine.core.sampling",
     "TokenLogprobs": "engine.core.sampling",
     "http_app": "engine.http",

@@ -12,13 +12,14 @@ from engine._inputs import Prompt, as_batch, configure, spread
 from engine.core.assemble import assemble
 from engine.core.config import EngineConfig
 from engine.core.errors import EngineDead, EngineError, InvalidRequest
-from engine.core.outputs import Completion
+from engine.core.outputs import Completion, Embedding
+from engine.core.pooling import Pooling
 from engine.core.protocols import ModelInfo
 from engine.core.request import Finish, SamplingParams
 from engine.core.serve.home import Home
 from engine.core.serve.host import Intake
 from engine.core.serve.messages import Add
-from engine.core.serve.streams import Gather, Stream
+from engine.core.serve.streams import Gather, Stream, embedded
 from engine.core.serve.text import encode, find_tokenizer, text_of
 from engine.core.validate import validate
 from engine.core.weights import NewWeights, WhileOpen
@@ -106,6 +107,25 @@ class LLM:
         if self.tokenizer is None:
             raise InvalidRequest("messages", f"model {self.core.model.name!r} has no tokenizer")
         return self.tokenizer.render_chat([dict(message) for message in messages])
+
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], pooling: Pooling | None = None, *, progress: bool = False
+    ) -> list[Embedding]:
+        """Prompts (text or token ids) as vectors, all in one batch, in the order of the prompts.
+
+        Args:
+            pooling: how (default: the last token's hidden state, normalised).
+            progress: show a progress bar on standard error.
+
+        Raises:
+            InvalidRequest: names the prompt and the limit, or the executor cannot; nothing was computed.
+            EngineError: the engine could not go on with one.
+            EngineDead: the engine was closed, or this is a fork of its process.
+        """
+        batch = as_batch(prompts)
+        none = SamplingParams()
+        streams = self._open([self._encode(prompt) for prompt in batch], [none] * len(batch), pooling or Pooling())
+        return [embedded(stream, end) for stream, end in zip(streams, self._complete(streams, progress), strict=True)]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> ChunkStream:
         """Complete one prompt piece by piece. Several may be open at once. Closing or dropping the iterator ends the
@@ -235,11 +255,13 @@ class LLM:
     def _encode(self, prompt: Prompt) -> Sequence[int]:
         return encode(self.tokenizer, prompt, self.core.limits) if isinstance(prompt, str) else prompt
 
-    def _open(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Stream]:
+    def _open(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], pooling: Pooling | None = None
+    ) -> list[Stream]:
         self._check()
         for number, (tokens, wish) in enumerate(zip(prompts, params, strict=True)):
             try:
-                validate(tokens, wish, self.core.limits)
+                validate(tokens, wish, self.core.limits, pooling)
             except InvalidRequest as error:
                 if len(prompts) == 1:
                     raise
@@ -248,9 +270,9 @@ class LLM:
         each = ((tokens, choice) for tokens, wish in zip(prompts, params, strict=True) for choice in wish.choices())
         for tokens, wish in each:
             request_id = f"llm-{next(self._numbers)}"
-            stream = Stream(request_id, len(tokens), wish, text_of(self.tokenizer, wish))
-            self._streams[request_id] = stream
-            self._intake.put([Add(request_id, list(tokens), wish)])
+            text = text_of(self.tokenizer, wish) if pooling is None else None
+            stream = self._streams[request_id] = Stream(request_id, len(tokens), wish, text)
+            self._intake.put([Add(request_id, list(tokens), wish, pooling=pooling)])
             streams.append(stream)
         return streams
 

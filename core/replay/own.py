@@ -15,10 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
+
 from engine.core.errors import ConfigError, PluginError
 from engine.core.grammar_desk import GRAMMAR
 from engine.core.loop import EngineCore
 from engine.core.plan import Outcome, Plan
+from engine.core.pooling import Pooling, Vector
 from engine.core.protocols import Limits, ModelInfo, Policy
 from engine.core.registry import make
 from engine.core.replay.cores import core_for
@@ -203,11 +206,13 @@ def _core(config: Mapping[str, Any], policies: Sequence[Policy]) -> EngineCore:
 def _apply(core: EngineCore, kind: str, what: Any, plans: list[Plan]) -> None:
     if kind == "add":
         params = SamplingParams(**_frozen(what["params"]))
-        core.add(what["tokens"], params, **what["more"])
+        pooling = Pooling(**what["pooling"]) if "pooling" in what else None
+        core.add(what["tokens"], params, **what["more"], pooling=pooling)
     elif kind == "commit":
         errors = {int(row): words for row, words in what.get("errors", {}).items()}
         proposals = {int(row): tuple(drafts) for row, drafts in what.get("proposals", {}).items()}
-        core.commit(Outcome(plans.pop(0), [tuple(tokens) for tokens in what.get("tokens", ())], errors, proposals))
+        plan, tokens = plans.pop(0), [tuple(tokens) for tokens in what.get("tokens", ())]
+        core.commit(Outcome(plan, tokens, errors, proposals, pooled=_some_vectors(plan)))
         core.take_deltas()
     elif kind == "fail":
         core.fail_step(plans[0], what)
@@ -222,6 +227,16 @@ def _apply(core: EngineCore, kind: str, what: Any, plans: list[Plan]) -> None:
         core.ready(*what)
 
 
+def _some_vectors(plan: Plan) -> dict[int, Vector]:
+    """What was computed for those that pool decides nothing, and was not recorded."""
+    rows = zip(plan.requests, plan.starts, plan.counts, strict=True)
+    return {
+        row: np.zeros(1, np.float32)
+        for row, (request, start, count) in enumerate(rows)
+        if request.pooling is not None and request.pooling.expects(start + count, request.num_prompt)
+    }
+
+
 def _entry(request: Request, salt: str, parked_on: Sequence[str]) -> dict[str, Any]:
     """What was added, as plain values: arguments of ``EngineCore.add``. Of a grammar only that it was waited for."""
     params, metadata = request.params, {k: v for k, v in request.metadata.items() if _is_json(v)}
@@ -230,6 +245,7 @@ def _entry(request: Request, salt: str, parked_on: Sequence[str]) -> dict[str, A
         **({"left_out": lost} if lost else {}),
         "tokens": list(request.prompt),
         "params": {**asdict(params), "grammar": None},
+        **({} if request.pooling is None else {"pooling": asdict(request.pooling)}),
         "more": {
             "request_id": request.id,
             "priority": request.priority,

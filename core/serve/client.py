@@ -15,7 +15,8 @@ from engine.core import errors
 from engine.core.config import EngineConfig
 from engine.core.errors import ConfigError, EngineDead, EngineError, InvalidRequest, QueueFull
 from engine.core.histograms import Histogram
-from engine.core.outputs import Chunk, Completion
+from engine.core.outputs import Chunk, Completion, Embedding
+from engine.core.pooling import Pooling
 from engine.core.protocols import Limits, ModelInfo
 from engine.core.request import Finish, SamplingParams
 from engine.core.serve.cache import CacheClient
@@ -35,7 +36,7 @@ from engine.core.serve.messages import (
     Updated,
     UpdateWeights,
 )
-from engine.core.serve.streams import Gather, Group, Stream
+from engine.core.serve.streams import Gather, Group, Stream, embedded
 from engine.core.serve.text import encode, find_tokenizer, text_of
 from engine.core.serve.watchdog import Watchdog
 from engine.core.validate import check_fields, validate
@@ -54,7 +55,7 @@ class Ask:
     echoed and abortable. ``deadline`` is in seconds; ``tenant`` is who asks, as the server knows him: policies see it
     in ``metadata`` instead of what the caller says there, which they see where it is ``None`` only (empty: nobody's);
     ``note`` stays with its streams, for whoever is told how they ended. The other fields are those of
-    ``EngineCore.add``."""
+    ``EngineCore.add``. With ``pooling`` it comes to a vector, the ``vector`` of its stream, and to no token."""
 
     tokens: Sequence[int]
     params: SamplingParams = field(default_factory=SamplingParams)
@@ -67,10 +68,11 @@ class Ask:
     deadline: float | None = None
     tenant: str | None = None
     note: str = ""
+    pooling: Pooling | None = None
 
     def check(self, limits: Limits) -> None:
         """Raise ``InvalidRequest`` where any field has a wrong type or breaks a limit. Long prompts take a while."""
-        validate(self.tokens, self.params, limits)
+        validate(self.tokens, self.params, limits, self.pooling)
         check_fields(
             request_id=self.request_id, priority=self.priority, salt=self.salt, metadata=self.metadata,
             read_cache=self.read_cache, write_cache=self.write_cache, deadline=self.deadline,
@@ -296,6 +298,19 @@ class AsyncEngine:
                 return completion
         raise EngineError("the stream ended without a finish reason")
 
+    async def embed(self, prompt: str | Sequence[int], pooling: Pooling | None = None, **options: Any) -> Embedding:
+        """A prompt as a vector. ``options`` are those of ``generate``. Raises as it does, and ``EngineError`` where the
+        request ended without one; cancelling ends the request in the engine."""
+        tokens = await self.encode(prompt) if isinstance(prompt, str) else prompt
+        group = self.submit_many([Ask(tokens=tokens, pooling=pooling or Pooling(), **options)])
+        try:
+            async for _, chunk in group:
+                if chunk.finish_reason is not None:
+                    return embedded(group.streams[0], chunk)
+        finally:
+            group.abort()
+        raise EngineError("the stream ended without a finish reason")
+
     def abort(self, request_id: str) -> int:
         """End every open request that was submitted under this id, with finish ``abort``. Returns how many."""
         found = self.ledger.under(request_id)
@@ -402,7 +417,7 @@ class AsyncEngine:
     def _prepare(self, group: Group, index: int, ask: Ask, params: SamplingParams) -> Add:
         request_id = f"{self._prefix}-{next(self._numbers)}"
         stream = Stream(
-            request_id, len(ask.tokens), params, text_of(self.tokenizer, params),
+            request_id, len(ask.tokens), params, text_of(self.tokenizer, params) if ask.pooling is None else None,
             external_id=ask.request_id, tenant=ask.tenant or "", note=ask.note, wake=group.waker(index),
         )  # fmt: skip
         group.add(stream)
@@ -413,7 +428,7 @@ class AsyncEngine:
             metadata = {**(metadata or {}), "tenant": ask.tenant}
         return Add(
             request_id, list(ask.tokens), params, ask.priority, ask.salt, metadata,
-            ask.read_cache, ask.write_cache, ask.deadline,
+            ask.read_cache, ask.write_cache, ask.deadline, ask.pooling,
         )  # fmt: skip
 
     def _leave(self, streams: Sequence[Stream]) -> None:

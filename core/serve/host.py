@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.core.errors import EngineError, InvalidRequest, QueueFull
 from engine.core.plan import Delta, Plan, Why
+from engine.core.pooling import Pooling
 from engine.core.protocols import Limits, ModelInfo
 from engine.core.request import Finish, Request, SamplingParams
 from engine.core.serve.messages import (
@@ -88,6 +89,7 @@ class Core(Protocol):
         read_cache: bool = True,
         write_cache: bool = True,
         deadline: float | None = None,
+        pooling: Pooling | None = None,
     ) -> Any:
         """Queue a request. Raises ``InvalidRequest`` or ``QueueFull``."""
 
@@ -173,6 +175,7 @@ class Intake:
                     read_cache=item.read_cache,
                     write_cache=item.write_cache,
                     deadline=item.deadline,
+                    pooling=item.pooling,
                 )
             except QueueFull:
                 break  # not an error here: the next step makes room, and the client bounds how many there can be

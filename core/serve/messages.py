@@ -13,6 +13,7 @@ import msgspec
 from engine.core.errors import InvalidRequest
 from engine.core.histograms import Histogram
 from engine.core.plan import Delta
+from engine.core.pooling import Pooling
 from engine.core.protocols import Limits, ModelInfo
 from engine.core.request import Finish, SamplingParams
 
@@ -29,6 +30,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     read_cache: bool = True
     write_cache: bool = True
     deadline: float | None = None
+    pooling: Pooling | None = None
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):

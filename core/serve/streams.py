@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from engine.core.outputs import Chunk, Completion
+from engine.core.errors import EngineError
+from engine.core.outputs import Chunk, Completion, Embedding
 from engine.core.plan import Delta
 from engine.core.request import Finish, SamplingParams
 from engine.core.sampling import TokenLogprobs
@@ -20,6 +21,8 @@ class Stream:
     """Turns deltas into chunks. What is not taken in time is joined, so a slow reader costs no more than its text.
 
     Not thread-safe: fed and read by one thread.
+
+    Attribute ``vector``: what a request that pools came to; empty before its end.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class Stream:
         self.cached_tokens = 0
         self.finish_reason: str | None = None
         self.error: Exception | None = None
+        self.vector = b""
         self._detail: str | None = None
         self._params = params
         self._text = text
@@ -85,6 +89,7 @@ class Stream:
                 self.end(Finish.STOP, self._text.stopped)
                 return self._text.stopped
         if delta.finish is not None:
+            self.vector = delta.vector
             if self._text is not None:
                 self._new_text += self._text.finish()
                 if self._text.stopped is not None:  # in the very last text
@@ -203,3 +208,10 @@ class Gather:
             tuple(self._logprobs) or None,
             self._prompt_logprobs,
         )
+
+
+def embedded(stream: Stream, last: Chunk | Completion) -> Embedding:
+    """What a request that pools came to. Raises ``EngineError`` where it ended without a vector."""
+    if not stream.vector:
+        raise EngineError(f"there is no embedding: the request ended with {last.finish_reason}: {last.detail}")
+    return Embedding(stream.vector, last.prompt_tokens, last.cached_tokens)

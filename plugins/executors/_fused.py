@@ -69,14 +69,27 @@ class FusedDecoder:
     def run(self, ids: Tensor, positions: Tensor, keep: Tensor, layer: Layer) -> Tensor:
         """Logits ``[kept, vocab]`` of the tokens at indices ``keep`` of a flattened batch ``ids, positions [tokens]``.
 
-        ``layer`` is asked for every layer's attention, or does all of it in the kernels, where it can. After the last
-        layer's, only the kept rows are computed.
+        ``layer`` is asked for every layer's attention, or does all of it in the kernels, where it can.
+        """
+        return self.logits(self.states(ids, positions, keep, layer))
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Logits ``[rows, vocab]`` of hidden states ``[rows, width]``."""
+        if not len(states):
+            return torch.empty(0, self._head.out_features)
+        logits: Tensor = self._head(states)
+        return logits
+
+    def states(self, ids: Tensor, positions: Tensor, keep: Tensor, layer: Layer) -> Tensor:
+        """As ``run``, hidden states ``[kept, width]`` after the final norm.
+
+        After the last layer's attention, only the kept rows are computed.
         """
         x = self._decoder.embed_tokens(ids)
         turns = self._turns(positions)
         compiled = layer.compiled() if isinstance(layer, PagedLayers) else None
         x = self._at_once(x, turns, keep, compiled) if compiled else self._one_by_one(x, turns, keep, layer)
-        return self._logits(x) if len(x) else torch.empty(0, self._head.out_features)
+        return self._normed(x)
 
     def _at_once(self, x: Tensor, turns: tuple[Tensor, Tensor], keep: Tensor, compiled: Compiled) -> Tensor:
         """The kept rows of ``x [tokens, width]`` after all layers. Mutates ``x``, and KV memory."""
@@ -122,7 +135,7 @@ class FusedDecoder:
             kernels.after(at, attended.data_ptr(), rows, x.data_ptr(), *after)
         return x
 
-    def _logits(self, x: Tensor) -> Tensor:
+    def _normed(self, x: Tensor) -> Tensor:
         """Of the last layer's output ``[rows, width]``."""
         rows, width = x.shape
         norm = self._decoder.norm
@@ -130,8 +143,7 @@ class FusedDecoder:
         self._kernels.norm(
             *(x.data_ptr(), norm.weight.data_ptr(), norm.variance_epsilon, rows, width, normed.data_ptr())
         )
-        logits: Tensor = self._head(normed)
-        return logits
+        return normed
 
     def _turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the positions, ``[tokens, dim / 2]``, out of a table that grows as it is needed."""

@@ -27,10 +27,14 @@ from engine.core.sampling import SamplingParams
 from engine.plugins.executors._device import Fence, working_on
 from engine.plugins.executors._graphs import Captured, DecodeGraphs, Forward
 from engine.plugins.executors._paged import Layer, active
+from engine.plugins.executors._pooling import Sums, wanted_states
 from engine.plugins.executors._sampling import INFINITY, NAN, NONE_LEFT, Sampler, Wanted
 from engine.plugins.executors._sampling_draw import can_ahead, draw_ahead
 from engine.plugins.executors._staging import Staging
 from engine.plugins.executors._threads import threads
+
+ForwardWithStates = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Token ids, positions, whose logits, whose hidden states are wanted: both."""
 
 UNKNOWN = "the plan computes tokens that are not known yet"
 
@@ -122,6 +126,7 @@ class Launcher:
     Args:
         attention: started.
         forward: the model, over the KV of the active layers.
+        forward_with_states: the same, with the hidden states of other tokens.
         layers: whose KV it is.
         cpu_threads: how many, where the CPU is the device.
 
@@ -130,10 +135,11 @@ class Launcher:
     """
 
     def __init__(
-        self, *, device: torch.device, attention: Attention, forward: Forward, layers: Layer, sampler: Sampler,
-        page_size: int, cpu_threads: int | None = None,
+        self, *, device: torch.device, attention: Attention, forward: Forward, forward_with_states: ForwardWithStates,
+        layers: Layer, sampler: Sampler, page_size: int, cpu_threads: int | None = None,
     ) -> None:  # fmt: skip
         self._device, self._attention, self._forward, self._layers = device, attention, forward, layers
+        self._forward_with_states = forward_with_states
         self._sampler, self._page_size, self._threads = sampler, page_size, cpu_threads
         self.graphs: DecodeGraphs | None = None
         self._cascades = "attention:cascade" in attention.provides
@@ -153,9 +159,13 @@ class Launcher:
             threads(self._threads), working_on(self._device), torch.inference_mode(), active(self._layers),
             self._staging.step(),
         ):  # fmt: skip
-            found = self._eager(plan, rows, wanted) if size is None else self._captured(plan, rows, size)
-            self._last = self._choose(plan, rows, wanted, found)
-        return self._last.outcome
+            sums = None
+            if size is not None:
+                found: Tensor | Captured = self._captured(plan, rows, size)
+            else:
+                found, sums = self._eager(plan, rows, wanted)
+            last = self._last = self._choose(plan, rows, wanted, found)
+        return last.outcome if sums is None else lambda: sums.join(last.outcome())
 
     # ---- what is computed
 
@@ -197,8 +207,8 @@ class Launcher:
         found = graphs.replay(size, plan.starts, plan.tables)
         return Captured(*(side[:count] for side in found))
 
-    def _eager(self, plan: Plan, rows: Sequence[Row], wanted: Wanted) -> Tensor:
-        """Logits, as wanted."""
+    def _eager(self, plan: Plan, rows: Sequence[Row], wanted: Wanted) -> tuple[Tensor, Sums | None]:
+        """Logits, as wanted, and what rows that pool bring."""
         ids, positions = flattened(plan, rows)
         put = self._staging.put
         on_device = self._put_ids(ids, plan)
@@ -214,7 +224,11 @@ class Launcher:
                 shared=plan.common_prefix_pages if self._cascades else 0,
             )
         )
-        return self._forward(on_device, places, keep)
+        states = wanted_states(plan)
+        if not states.spans:
+            return self._forward(on_device, places, keep), None
+        logits, found = self._forward_with_states(on_device, places, keep, put(states.places, torch.long))
+        return logits, Sums(states.spans, found)
 
     def _put_ids(self, ids: Sequence[int], plan: Plan, into: Tensor | None = None) -> Tensor:
         """Token ids on the device, those that only it knows put in there. Mutates ``into``."""

@@ -36,6 +36,7 @@ class LoadedModel:
         layers: the shape of each attention layer's KV.
         max_model_len: positions that the model knows.
         fingerprint: digest of weights and config (not of dtype).
+        hidden_size: numbers of a hidden state; 0 where the decoder does not give them.
     """
 
     def __init__(self, module: nn.Module, eos_ids: frozenset[int], fingerprint: str) -> None:
@@ -51,6 +52,7 @@ class LoadedModel:
         self.fused: FusedDecoder | None = None
         self.not_fused = ""
         self._keeps = "logits_to_keep" in inspect.signature(module.forward).parameters
+        self.hidden_size = 0
         self.layers = self._probe()
 
     def run(self, ids: Tensor, positions: Tensor, keep: Tensor) -> Tensor:
@@ -69,6 +71,16 @@ class LoadedModel:
             return logits
         everything: Tensor = self.module(**inputs).logits[0]
         return everything.index_select(0, keep)
+
+    def run_with_states(self, ids: Tensor, positions: Tensor, keep: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """As ``run``; and hidden states ``[places, width]``, after the final norm, of the tokens at ``places``."""
+        if self.fused is not None:
+            states = self.fused.states(ids, positions, torch.cat([keep, places]), current())
+            return self.fused.logits(states[: len(keep)]), states[len(keep) :]
+        said: list[Any] = []
+        with self.module.get_decoder().register_forward_hook(lambda module, args, output: said.append(output[0])):
+            logits = self.run(ids, positions, keep)
+        return logits, said[0][0].index_select(0, places)
 
     def pack(self) -> int:
         """Prepack all linear layers for oneDNN. Mutates the module; returns how many were packed."""
@@ -95,7 +107,9 @@ class LoadedModel:
         probe = Probe()
         with torch.inference_mode(), active(probe):
             positions = torch.arange(2, device=self.device)
-            self.run(torch.zeros_like(positions), positions, positions[1:])
+            _, states = self.run_with_states(torch.zeros_like(positions), positions, positions[1:], positions)
+        if states.shape == (2, self.module.get_output_embeddings().weight.shape[1]):
+            self.hidden_size = int(states.shape[1])
         expected = self.config.get_text_config().num_hidden_layers
         if len(probe.layers) != expected:
             raise ModelError(

@@ -31,6 +31,7 @@ from engine.plugins.executors._native import argmax_of
 from engine.plugins.executors._packed import can_pack
 from engine.plugins.executors._paged import PagedLayers, active, introduce
 from engine.plugins.executors._placement import Placement, name_of, placement, with_graphs
+from engine.plugins.executors._pooling import Sums, wanted_states
 from engine.plugins.executors._replay import CudaCapture, EagerCapture, Waits
 from engine.plugins.executors._sampling import Sampler
 from engine.plugins.executors._threads import threads
@@ -85,6 +86,7 @@ class Runner:
             eos_ids=model.eos_ids,
             fingerprint=self._fingerprint,
             kv_bytes_per_token=kv_bytes(model.layers, place.kv_dtype),
+            hidden_size=model.hidden_size,
             details={
                 "architecture": type(model.module).__name__,
                 "parameters": model.parameters,
@@ -142,6 +144,7 @@ class Runner:
                 device=place.device,
                 attention=self._attention,
                 forward=self._model.run,
+                forward_with_states=self._model.run_with_states,
                 layers=self._layers,
                 sampler=self._sampler,
                 page_size=page_size,
@@ -204,14 +207,19 @@ class Runner:
             return self._launcher.launch(plan)()
         rows = self._continuations.rows(plan)
         ids, positions = (t.tensor(numbers, dtype=t.long) for numbers in flattened(plan, rows))
-        wanted = self._sampler.wanted(plan, rows)
+        wanted, states = self._sampler.wanted(plan, rows), wanted_states(plan)
         batch = Batch(
             starts=[row.start for row in rows], counts=plan.counts, pages=plan.tables, page_size=self._page_size
         )
         with threads(self.options.threads), t.inference_mode(), active(self._layers):
             self._attention.plan_batch(batch)
-            logits = self._model.run(ids, positions, t.tensor(wanted.keep, dtype=t.long))
-            outcome = self._sampler.choose(logits, plan, rows, wanted)
+            keep = t.tensor(wanted.keep, dtype=t.long)
+            if not states.spans:
+                outcome = self._sampler.choose(self._model.run(ids, positions, keep), plan, rows, wanted)
+            else:
+                places = t.tensor(states.places, dtype=t.long)
+                logits, found = self._model.run_with_states(ids, positions, keep, places)
+                outcome = Sums(states.spans, found).join(self._sampler.choose(logits, plan, rows, wanted))
         return self._continuations.keep(outcome)
 
     def launch(self, plan: Plan) -> Callable[[], Outcome]:

@@ -1,7 +1,8 @@
 """``sim``: no model, no torch. Tokens are a deterministic function of the sequence, time is a cost model.
 
 There is no distribution: what shapes one (temperature, penalties, …) is accepted and changes nothing. What a grammar
-does not allow is never said. Log-probabilities are as made up as the tokens, of the right number and order.
+does not allow is never said. Log-probabilities are as made up as the tokens, of the right number and order; so are
+embeddings.
 
 Used to try schedulers and servers without a model, and to measure the engine's own overhead. The clock can be real
 (``step_ms`` and ``us_per_token`` are slept) or left out (both 0).
@@ -12,10 +13,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from hashlib import shake_128
 from typing import Any
 from zlib import crc32
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from engine.core.continuation import Continuations, Row, certain
@@ -23,6 +26,7 @@ from engine.core.errors import ModelError
 from engine.core.grammar import GrammarError, unpacked
 from engine.core.memory import KVLayout, layout_digest
 from engine.core.plan import Outcome, Plan
+from engine.core.pooling import POOLING, Vector
 from engine.core.protocols import Executor, ModelInfo, PluginOptions
 from engine.core.request import Request
 from engine.core.sampling import SAMPLING, TokenLogprobs
@@ -36,10 +40,12 @@ class SimExecutor(Executor):
     name = "sim"
     overlaps = True
     sampling = SAMPLING
+    pooling = POOLING
 
     class Options(PluginOptions):
         vocab_size: int = Field(49152, ge=2, description="token ids are below this")
         max_model_len: int = Field(8192, ge=2, description="most tokens of one request")
+        hidden_size: int = Field(32, ge=0, description="numbers of an embedding (0: there are none)")
         eos_id: int | None = Field(None, description="token that ends a request (default: none ever does)")
         step_ms: float = Field(0.0, ge=0, description="time a step takes, whatever it computes")
         us_per_token: float = Field(0.0, ge=0, description="time each computed token adds")
@@ -60,6 +66,7 @@ class SimExecutor(Executor):
             vocab_size=options.vocab_size,
             max_model_len=options.max_model_len,
             eos_ids=eos,
+            hidden_size=options.hidden_size,
             fingerprint=f"sim-{options.vocab_size}",
             details={"computes": "nothing: tokens are pseudo-random"},
         )
@@ -110,6 +117,8 @@ class SimExecutor(Executor):
         asking = [row for row, request in enumerate(plan.requests) if request.params.reports]
         if asking:
             outcome.logprobs, outcome.prompt_logprobs = self._made_up(plan, tokens, asking)
+        if plan.pooled:
+            outcome.pooled = self._states(plan)
         return self._continuations.keep(outcome)
 
     def _guide(self, outcome: Outcome, tokens: list[tuple[int, ...]], number: int, known: Row) -> None:
@@ -142,12 +151,34 @@ class SimExecutor(Executor):
                 of_prompts[row] = [_rivals(token, params.prompt_logprobs, vocab) for token in following]
         return of_tokens, of_prompts
 
+    def _states(self, plan: Plan) -> dict[int, Vector]:
+        """Made-up hidden states, whole numbers, so that their sums are exact however a prompt is cut."""
+        width, twist = self.options.hidden_size, self._twist
+        found: dict[int, Vector] = {}
+        for row in plan.pooled:
+            request, first = plan.requests[row], plan.starts[row]
+            upto = first + plan.counts[row]
+            assert request.pooling is not None
+            if not request.pooling.expects(upto, request.num_prompt):
+                continue
+            first = first if request.pooling.kind == "mean" else upto - 1
+            states = [_state(request.tokens[0], request.tokens[at], at, twist, width) for at in range(first, upto)]
+            found[row] = np.sum(states, axis=0, dtype=np.float32)
+        return found
+
     @staticmethod
     def _sample(request: Request, last: int, length: int, vocab: int, twist: int) -> int:
         """A hash of the last token, the first, the position, the seed and the weights."""
         params = request.params
         data = b"%d,%d,%d,%d" % (request.tokens[0], last, length, (params.seed or 0) ^ twist ^ params.choice << 70)
         return crc32(data) % vocab
+
+
+def _state(first: int, token: int, position: int, twist: int, width: int) -> NDArray[np.int64]:
+    """A hidden state: bytes of a hash, from -128 to 127."""
+    data = b"%d,%d,%d,%d" % (first, token, position, twist)
+    hashed = shake_128(data).digest(width)
+    return np.frombuffer(hashed, np.int8).astype(np.int64)
 
 
 def _rivals(token: int, count: int, vocab: int) -> TokenLogprobs:

@@ -13,6 +13,7 @@ from pydantic import Field, field_validator
 from engine.core.errors import ConfigError, ExecutionError
 from engine.core.memory import KVLayout
 from engine.core.plan import Outcome, Plan
+from engine.core.pooling import POOLING
 from engine.core.protocols import Attention, Context, Executor, ModelInfo, PluginOptions
 from engine.core.sampling import SAMPLING
 
@@ -78,6 +79,7 @@ class TorchExecutor(Executor):
     uses_attention = True
     overlaps = True
     sampling = SAMPLING
+    pooling = POOLING
     Options = TorchOptions
 
     def __init__(self, options: Any = None) -> None:

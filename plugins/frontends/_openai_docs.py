@@ -10,6 +10,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
 from engine.plugins.frontends._cache_routes import BODIES as CACHE_BODIES
+from engine.plugins.frontends._openai_embeddings import EmbeddingRequest
 from engine.plugins.frontends._openai_fields import Body
 from engine.plugins.frontends._openai_responses import ResponsesRequest
 from engine.plugins.frontends._openai_schema import ChatRequest, CompletionRequest
@@ -20,6 +21,7 @@ BODIES: dict[str, type[Body]] = {
     "/v1/chat/completions/render": ChatRequest,
     "/v1/completions": CompletionRequest,
     "/v1/responses": ResponsesRequest,
+    "/v1/embeddings": EmbeddingRequest,
     "/v1/completions/render": CompletionRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from engine.core.errors import InvalidRequest
 from engine.core.protocols import ToolParser
@@ -12,6 +13,7 @@ from engine.core.serve.client import Ask, AsyncEngine
 from engine.core.serve.text import encode
 from engine.core.tools import rendered
 from engine.plugins.frontends._openai_answers import Wish
+from engine.plugins.frontends._openai_embeddings import EmbeddingRequest, told_of_input
 from engine.plugins.frontends._openai_logprobs import Echo
 from engine.plugins.frontends._openai_responses import ResponsesRequest, renamed
 from engine.plugins.frontends._openai_schema import ChatRequest, CompletionRequest, Sampling
@@ -63,6 +65,20 @@ class Preparer:
         except InvalidRequest as error:
             raise renamed(error) from error
 
+    def prepare_embeddings(self, body: bytes, request_id: str) -> tuple[EmbeddingRequest, Job]:
+        """The same of a body of ``/v1/embeddings``. Raises ``InvalidRequest`` naming the field."""
+        wish = EmbeddingRequest.parse(body)
+        if wish.model is not None:
+            self._check_model(wish.model)
+        inputs, most = wish.inputs(), self._engine.limits.max_open
+        if len(inputs) > most:
+            words = f"has {len(inputs)} texts: at most {most} can be open"
+            raise InvalidRequest("input", words, code="above_limit")
+        with told_of_input():
+            asks, texts = self._asks(inputs, request_id=request_id, pooling=wish.pools(), **wish.asking())
+        wish.check_dimensions(self._engine.model.hidden_size)
+        return wish, Job(asks, texts, stream=False, wish=Wish(params=SamplingParams()))
+
     def _ready(self, wish: Sampling, request_id: str) -> Job:
         if wish.model is not None:
             self._check_model(wish.model)
@@ -70,17 +86,15 @@ class Preparer:
         prompts = self._prompts(wish, toolset)
         params = self._params(wish, toolset)
         self._check_size(len(prompts), params.n)
-        cache = wish.cache
-        texts: list[str | None] = []
+        asks, texts = self._asks(prompts, request_id=request_id, params=params, **wish.asking())
+        return Job(asks, texts, bool(wish.stream), self._wish(wish, toolset, asks, texts))
+
+    def _asks(self, prompts: Sequence[str | list[int]], **fields: Any) -> tuple[list[Ask], list[str | None]]:
+        """One for each prompt, checked; and the prompts that are text. Raises ``InvalidRequest`` saying which it is."""
         asks: list[Ask] = []
         for number, prompt in enumerate(prompts):
             try:
-                ask = Ask(
-                    tokens=self._tokens(prompt), params=params, request_id=request_id, priority=wish.priority or 0,
-                    salt=wish.salt(), metadata=wish.tags(), read_cache=cache is None or cache.read is not False,
-                    write_cache=cache is None or cache.write is not False,
-                    deadline=None if wish.deadline_ms is None else wish.deadline_ms / 1000,
-                )  # fmt: skip
+                ask = Ask(tokens=self._tokens(prompt), **fields)
                 ask.check(self._engine.limits)
             except InvalidRequest as error:
                 if len(prompts) == 1:
@@ -88,8 +102,7 @@ class Preparer:
                 words = f"(prompt {number} of {len(prompts)}) {error.message}"
                 raise InvalidRequest(error.field, words, code=error.code) from error
             asks.append(ask)
-            texts.append(prompt if isinstance(prompt, str) else None)
-        return Job(asks, texts, bool(wish.stream), self._wish(wish, toolset, asks, texts))
+        return asks, [prompt if isinstance(prompt, str) else None for prompt in prompts]
 
     def _params(self, wish: Sampling, toolset: Toolset | None) -> SamplingParams:
         """Parameters of the choices; where tools may be called, those that calls need."""

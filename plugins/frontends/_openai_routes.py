@@ -13,7 +13,7 @@ from engine.core.keys import Keys
 from engine.core.outputs import Chunk, Completion
 from engine.core.protocols import ToolParser
 from engine.core.serve.client import AsyncEngine
-from engine.core.serve.streams import Gather, Group
+from engine.core.serve.streams import Gather, Group, embedded
 from engine.plugins.frontends._cache_routes import CacheRoutes
 from engine.plugins.frontends._endpoints import Endpoints, id_of, tenant_of
 from engine.plugins.frontends._errors import HTTPError, failed, too_late
@@ -21,6 +21,7 @@ from engine.plugins.frontends._life import Life
 from engine.plugins.frontends._metrics import Metrics
 from engine.plugins.frontends._openai_answers import Answers, ChatAnswers
 from engine.plugins.frontends._openai_docs import describe_bodies
+from engine.plugins.frontends._openai_embeddings import answer, told_of_input
 from engine.plugins.frontends._openai_jobs import Job, Preparer
 from engine.plugins.frontends._openai_response_events import ResponseEvents
 from engine.plugins.frontends._openai_schema import ChatRequest, CompletionRequest, Sampling
@@ -72,6 +73,7 @@ class Routes(Endpoints):
             ("/v1/chat/completions", "POST", self.chat, True),
             ("/v1/completions", "POST", self.completions, True),
             ("/v1/responses", "POST", self.responses, True),
+            ("/v1/embeddings", "POST", self.embeddings, True),
             ("/v1/chat/completions/render", "POST", self.render_chat, True),
             ("/v1/completions/render", "POST", self.render_completions, True),
             ("/tokenize", "POST", self.tokenize, True),
@@ -108,6 +110,20 @@ class Routes(Endpoints):
             told=lambda _, pieces: events.told((chunk async for _, chunk in pieces), self.failure),
             whole=lambda completions: events.whole(*completions),
         )
+
+    async def embeddings(self, request: Request) -> Response:
+        """Texts or token ids as vectors."""
+        asked, job = await self.read(request, lambda body: self._preparer.prepare_embeddings(body, id_of(request)))
+        job = self._whose(request, job)
+        with told_of_input():
+            group = self.engine.submit_many(job.asks, checked=True)
+            count = len(group.streams)
+            try:
+                ends = await until_gone(request.receive, self._collect(count, self._follow(group)))
+            finally:
+                group.abort()
+        found = [embedded(stream, end) for stream, end in zip(group.streams, ends, strict=True)]
+        return await answer(self.name, asked, found, headers={"x-request-id": id_of(request)})
 
     async def render_chat(self, request: Request) -> Response:
         """The exact prompt, text and ids, that a conversation becomes. Nothing is computed."""

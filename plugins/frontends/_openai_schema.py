@@ -33,10 +33,53 @@ class CacheOptions(Strict):
     ttl: Any = Field(None, description="not supported")
 
 
-class Sampling(Body):
-    """Fields that both endpoints share. ``None`` is the same as leaving a field out."""
+class Asked(Body):
+    """Fields of all that is computed. ``None`` is the same as leaving a field out."""
 
     model: str | None = Field(None, description="must be the served model; may be left out")
+    priority: int | None = Field(None, description="smaller is more urgent, for schedulers that look at it")
+    deadline_ms: int | None = Field(None, description="milliseconds after which it ends, with an error", ge=1)
+    cache: CacheOptions | None = None
+    cache_salt: str | None = Field(None, description="the same as cache.salt")
+    user: str | None = Field(None, description="handed to policies as metadata")
+    metadata: dict[str, str] | None = Field(None, description="handed to policies")
+
+    def salt(self) -> str:
+        """The cache salt under either of its names. Raises ``InvalidRequest`` where they differ."""
+        new = self.cache.salt if self.cache is not None else None
+        if new is not None and self.cache_salt is not None and new != self.cache_salt:
+            raise InvalidRequest("cache_salt", "differs from cache.salt: give one of them")
+        return new or self.cache_salt or ""
+
+    def tags(self) -> dict[str, Any]:
+        """What policies may read of the request."""
+        return {**(self.metadata or {}), **({} if self.user is None else {"user": self.user})}
+
+    def asking(self) -> dict[str, Any]:
+        """Fields of ``Ask`` that say so. Raises ``InvalidRequest``."""
+        cache = self.cache
+        return {
+            "priority": self.priority or 0,
+            "salt": self.salt(),
+            "metadata": self.tags(),
+            "read_cache": cache is None or cache.read is not False,
+            "write_cache": cache is None or cache.write is not False,
+            "deadline": None if self.deadline_ms is None else self.deadline_ms / 1000,
+        }
+
+    @classmethod
+    def parse(cls, body: bytes) -> Self:
+        """A request from its JSON text. Raises ``InvalidRequest`` naming the field, also where it is not supported."""
+        request = super().parse(body)
+        if request.cache is not None and request.cache.ttl is not None:
+            words = "is not supported: cached content lives until its memory is needed"
+            raise InvalidRequest("cache.ttl", words, code=UNSUPPORTED)
+        return request
+
+
+class Sampling(Asked):
+    """Fields that both endpoints which generate share."""
+
     stream: bool | None = Field(None, description="server-sent events instead of one answer")
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, description="choices per prompt")
@@ -61,12 +104,6 @@ class Sampling(Body):
     response_format: ResponseFormat | None = Field(None, description="what the answer must be")
     structured_outputs: StructuredOutputs | None = Field(None, description="the same, by vLLM's names")
     prompt_logprobs: int | None = Field(None, description="log-probabilities of the prompt's tokens, so many rivals")
-    priority: int | None = Field(None, description="smaller is more urgent, for schedulers that look at it")
-    deadline_ms: int | None = Field(None, description="milliseconds after which it ends, with an error", ge=1)
-    cache: CacheOptions | None = None
-    cache_salt: str | None = Field(None, description="the same as cache.salt")
-    user: str | None = Field(None, description="handed to policies as metadata")
-    metadata: dict[str, str] | None = Field(None, description="handed to policies")
     prompt_cache_key: str | None = Field(
         None, description="names a conversation: a cache with sessions keeps its prefix for the next turn"
     )
@@ -110,17 +147,10 @@ class Sampling(Body):
         """The same of the prompt's tokens."""
         return self.prompt_logprobs
 
-    def salt(self) -> str:
-        """The cache salt under either of its names. Raises ``InvalidRequest`` where they differ."""
-        new = self.cache.salt if self.cache is not None else None
-        if new is not None and self.cache_salt is not None and new != self.cache_salt:
-            raise InvalidRequest("cache_salt", "differs from cache.salt: give one of them")
-        return new or self.cache_salt or ""
-
     def tags(self) -> dict[str, Any]:
         """What policies may read of the request."""
-        named = {"user": self.user, "session": self.prompt_cache_key}
-        return {**(self.metadata or {}), **{key: value for key, value in named.items() if value is not None}}
+        session = self.prompt_cache_key
+        return {**super().tags(), **({} if session is None else {"session": session})}
 
     @property
     def wants_usage(self) -> bool:
@@ -140,10 +170,22 @@ class Sampling(Body):
         if request.stream and request.prompt_logprobs is not None:
             words = "is not available when stream is true: ask for echo and logprobs, or for the whole answer"
             raise InvalidRequest("prompt_logprobs", words, code=UNSUPPORTED)
-        if request.cache is not None and request.cache.ttl is not None:
-            words = "is not supported: cached content lives until its memory is needed"
-            raise InvalidRequest("cache.ttl", words, code=UNSUPPORTED)
         return request
+
+
+def in_one_shape(field: str, value: Any) -> list[str | list[int]]:
+    """A text, a list of texts, token ids, or a list of lists of them, as a list. Raises ``InvalidRequest``."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise InvalidRequest(field, "must be a string, a list of strings, token ids, or a list of token id lists")
+    if not value:
+        raise InvalidRequest(field, "is empty: at least one token is needed")
+    if all(isinstance(item, str) for item in value) or all(isinstance(item, list) for item in value):
+        return value
+    if any(isinstance(item, str | list) for item in value):
+        raise InvalidRequest(field, "mixes strings, token ids and lists: use one shape")
+    return [value]
 
 
 class CompletionRequest(Sampling):
@@ -174,20 +216,7 @@ class CompletionRequest(Sampling):
 
     def prompts(self) -> list[str | list[int]]:
         """The prompt in any of its four shapes, as a list. Raises ``InvalidRequest``."""
-        value = self.prompt
-        if isinstance(value, str):
-            return [value]
-        if not isinstance(value, list):
-            raise InvalidRequest(
-                "prompt", "must be a string, a list of strings, token ids, or a list of token id lists"
-            )
-        if not value:
-            raise InvalidRequest("prompt", "is empty: at least one token is needed")
-        if all(isinstance(item, str) for item in value) or all(isinstance(item, list) for item in value):
-            return value
-        if any(isinstance(item, str | list) for item in value):
-            raise InvalidRequest("prompt", "mixes strings, token ids and lists: use one shape")
-        return [value]
+        return in_one_shape("prompt", self.prompt)
 
 
 class Part(Strict):

@@ -18,7 +18,9 @@ class OutputLengths:
         self._mean: float | None = None
 
     def learn(self, request: Request) -> None:
-        """A request has ended. Mutates."""
+        """A request has ended. One that pools says nothing of outputs. Mutates."""
+        if request.pooling is not None:
+            return
         group, length = label(request, self._key), float(request.num_output)
         before = self._means.pop(group, length)
         self._means[group] = before + SHARE * (length - before)

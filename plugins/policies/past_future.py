@@ -78,6 +78,8 @@ class PastFuture(Policy):
     def commit(self, outcome: Outcome) -> None:
         """Remember how long the outputs were."""
         for request in outcome.finished:
+            if request.pooling is not None:
+                continue  # it has none
             self._recent.append(request.num_output)
             insort(self._lengths, request.num_output)
             if len(self._recent) > self.options.history:

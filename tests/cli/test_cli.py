@@ -201,6 +201,22 @@ def test_generate_seed_is_the_requests_seed(here: Any) -> None:
     assert one == two != three
 
 
+def test_embed_writes_a_line_of_json_for_each_text(here: Any) -> None:
+    code, out, err = here("embed", "hello", "a b", "--executor", "sim", "--pooling", "mean")
+    assert (code, err) == (0, "")
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [line["index"] for line in lines] == [0, 1]
+    assert all(len(line["embedding"]) == 32 and line["prompt_tokens"] > 0 for line in lines)
+    assert engine("embed", "-", "--executor", "sim", "--pooling", "mean", stdin="hello\na b\n")[1] == out
+    raw = json.loads(here("embed", "hello", "--executor", "sim", "--pooling", "mean", "--raw")[1])["embedding"]
+    length = sum(number**2 for number in raw) ** 0.5
+    assert [number / length for number in raw] == pytest.approx(lines[0]["embedding"], abs=1e-6)
+    code, out, err = here("embed", "hello", "", "--executor", "sim")
+    assert (code, out) == (2, "")
+    assert "prompts[1]" in err
+    assert "is empty" in err
+
+
 def test_plugins_as_json(here: Any) -> None:
     lines = json.loads(here("plugins", "--json")[1])
     assert {line["role"] for line in lines} >= {"scheduler", "kvcache", "executor", "attention", "frontend"}

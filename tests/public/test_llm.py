@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import engine
-from engine import LLM, Completion, ConfigError, EngineConfig, InvalidRequest, SamplingParams
+from engine import LLM, Completion, ConfigError, EngineConfig, EngineError, InvalidRequest, Pooling, SamplingParams
 
 TEN = SamplingParams(max_tokens=10)
 
@@ -83,6 +83,51 @@ def test_prompts_in_all_shapes(llm: LLM) -> None:
     assert llm.generate(["hello", [1, 2]], TEN) == [text, *llm.generate([1, 2], TEN)]
     assert llm.generate([], TEN) == []
     assert isinstance(text, Completion)
+
+
+def test_prompts_as_vectors(llm: LLM) -> None:
+    """In their order, each what it is alone; beside streams that are open."""
+    stream = llm.stream([1, 2, 3], TEN)
+    prompts: list[Any] = ["hello", [7] * 40, [9]]
+    together = llm.embed(prompts)
+    assert [one.vector.shape for one in together] == [(32,)] * 3
+    assert [one.prompt_tokens for one in together][1:] == [40, 1]
+    for prompt, one in zip(prompts, together, strict=True):
+        [alone] = llm.embed(prompt)
+        assert alone.data == one.data
+        assert float(np.linalg.norm(alone.vector)) == pytest.approx(1, abs=1e-6)
+    assert llm.embed(prompts[1])[0].cached_tokens == 32
+    assert llm.embed(prompts[1], Pooling(kind="mean"))[0].cached_tokens == 0
+    raw = llm.embed(prompts[1], Pooling(normalize=False))[0].vector
+    assert raw / np.linalg.norm(raw) == pytest.approx(together[1].vector, abs=1e-6)
+    with pytest.raises(ValueError, match="read-only"):
+        raw[0] = 1
+    assert llm.embed([]) == []
+    assert len("".join(chunk.text for chunk in stream)) > 0
+
+
+@pytest.mark.parametrize(
+    ("prompts", "pooling", "words"),
+    [
+        ([[1], []], None, r"prompts\[1\].*empty"),
+        ([[1], [1] * 9000], None, r"prompts\[1\].*9000"),
+        ([[1]], Pooling(kind="cls"), "must be one of last, mean"),  # type: ignore[arg-type]
+        ([[1]], "mean", "must be Pooling, not str"),
+    ],
+)
+def test_vectors_are_checked_before_any_work(llm: LLM, prompts: Any, pooling: Any, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        llm.embed(prompts, pooling)
+    assert llm.core.stats()["accepted"] == 0
+
+
+def test_a_vector_that_cannot_be_is_an_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(plan: Any) -> Any:
+        raise RuntimeError("no states today")
+
+    monkeypatch.setattr(llm.core.executor, "execute", fails)
+    with pytest.raises(EngineError, match="no states today"):
+        llm.embed([[1], [2]])
 
 
 def test_more_prompts_than_the_queue_holds() -> None:

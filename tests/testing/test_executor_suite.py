@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine.core import Outcome, Plan, TokenLogprobs
@@ -66,6 +67,35 @@ def test_wrong_log_probabilities_are_found(cls: type, how: str, words: str) -> N
 
 def test_right_ones_pass() -> None:
     suite(SimExecutor).test_log_probabilities_belong_to_the_tokens()
+
+
+class Pools(SimExecutor):
+    """Sums a mean over the wrong states: one more with each chunk, a part of the first row's of the batch; or says
+    that the last state is the sum."""
+
+    how = ""
+
+    def execute(self, plan: Plan) -> Outcome:
+        outcome = super().execute(plan)
+        found = dict(outcome.pooled)
+        for row in found:
+            if self.how == "chunk":
+                found[row] = found[row] + np.float32(1)
+            elif self.how == "company":
+                found[row] = found[row] + found[min(found)] / 8
+            elif self.how == "position":
+                found[row] = found[row] * np.float32(plan.counts[row])
+        return replace(outcome, pooled=found)
+
+
+@pytest.mark.parametrize("how", ["chunk", "company", "position"])
+def test_wrong_vectors_are_found(how: str) -> None:
+    with pytest.raises(Violation, match="together"):
+        suite(Pools, how).test_vectors_do_not_depend_on_the_company()
+
+
+def test_right_vectors_pass() -> None:
+    suite(SimExecutor).test_vectors_do_not_depend_on_the_company()
 
 
 class SaysWhatItLikes(SimExecutor):

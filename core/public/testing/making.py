@@ -69,6 +69,7 @@ def make_core(
         vocab_size=model.vocab_size,
         max_waiting=max_waiting,
         sampling=executor.sampling,
+        pooling=executor.pooling if model.hidden_size else (),
         grammars=() if compiler is None else compiler.kinds,
         **(limits or {}),
     )

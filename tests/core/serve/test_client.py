@@ -9,9 +9,20 @@ from typing import Any
 
 import pytest
 
-from engine import AsyncEngine, Chunk, Completion, EngineConfig, EngineDead, InvalidRequest, QueueFull, SamplingParams
+from engine import (
+    AsyncEngine,
+    Chunk,
+    Completion,
+    EngineConfig,
+    EngineDead,
+    InvalidRequest,
+    Pooling,
+    QueueFull,
+    SamplingParams,
+)
 from engine.core.errors import ConfigError, EngineError, ModelError, PluginError
 from engine.core.serve.client import Ask
+from engine.llm import LLM
 
 SIM = {"name": "sim", "step_ms": 1}
 
@@ -51,6 +62,45 @@ def test_stream_joined_is_the_completion(engine: AsyncEngine) -> None:
     assert [chunk.finish_reason for chunk in chunks][-1] == whole.finish_reason == "length"
     assert all(chunk.finish_reason is None for chunk in chunks[:-1])
     assert chunks[-1].output_tokens == 40
+
+
+def test_vectors_cross_the_link(engine: AsyncEngine) -> None:
+    """Bit for bit what an engine in this thread gives; each is counted once, as stopped."""
+    prompts = [[n, 2, 3] * 20 for n in range(20)]
+
+    async def main() -> list[bytes]:
+        found = [await engine.embed(prompts[0], Pooling(kind="mean"))]
+        found += await asyncio.gather(*(engine.embed(prompt, Pooling(kind="mean")) for prompt in prompts))
+        return [one.data for one in found]
+
+    before = engine.ledger.ended["stop"]
+    first, *rest = asyncio.run(main())
+    with LLM(executor="sim") as llm:
+        assert rest == [one.data for one in llm.embed(prompts, Pooling(kind="mean"))]
+    assert first == rest[0]
+    assert engine.ledger.ended["stop"] - before == 21
+
+
+def test_whoever_waits_for_a_vector_may_leave(engine: AsyncEngine) -> None:
+    async def main() -> dict[str, int | float]:
+        tasks = [asyncio.create_task(engine.embed([n] * 4000)) for n in range(30)]
+        await asyncio.sleep(0.01)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return await idle(engine)
+
+    assert asyncio.run(main())["pages_pinned"] == 0
+    assert not len(engine.ledger)
+
+
+def test_a_request_that_ends_without_a_vector_is_an_error(engine: AsyncEngine) -> None:
+    async def main() -> None:
+        with pytest.raises(EngineError, match="there is no embedding: the request ended with timeout"):
+            await asyncio.gather(*(engine.embed([n] * 8000, deadline=0.001) for n in range(8)))
+        await idle(engine)
+
+    asyncio.run(main())
 
 
 def test_many_at_once_get_what_they_get_alone(engine: AsyncEngine) -> None:

@@ -137,6 +137,24 @@ def test_default_model_batch_equals_alone(model_server: Any) -> None:
 
 
 @pytest.mark.model
+def test_default_model_knows_what_is_alike(model_server: Any) -> None:
+    """By either way of pooling; the client asks for base64 and makes numbers of it."""
+    texts = ["My cat sleeps all day.", "Kittens and felines love long naps.", "The stock market fell sharply today."]
+
+    async def main() -> None:
+        async with client(model_server) as sdk:
+            for pooling in ("last", "mean"):
+                answer = await sdk.embeddings.create(model=MODEL, input=texts, extra_body={"pooling": pooling})
+                cat, kitten, market = (item.embedding for item in answer.data)
+                assert len(cat) == 576
+                alike, other = (sum(a * b for a, b in zip(cat, one, strict=True)) for one in (kitten, market))
+                assert 1 > alike > other
+                assert answer.usage.prompt_tokens == answer.usage.total_tokens > 15
+
+    asyncio.run(main())
+
+
+@pytest.mark.model
 def test_default_model_log_probabilities(model_server: Any) -> None:
     """The official client reads them, in both formats, streamed or not."""
 

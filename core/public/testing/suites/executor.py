@@ -8,10 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import numpy as np
+
 from engine.core.config import DEFAULT_MODEL
 from engine.core.grammar import Grammar
 from engine.core.loop import EngineCore
-from engine.core.plan import Outcome, Plan
+from engine.core.plan import Delta, Outcome, Plan
+from engine.core.pooling import Pooling
 from engine.core.protocols import Executor, Plugin
 from engine.core.registry import make
 from engine.core.sampling import SamplingParams, TokenLogprobs
@@ -32,6 +35,8 @@ class ExecutorSuite(Suite):
         prompts: token ids to try, some with a common beginning.
         new_tokens: tokens to generate for each.
         page_sizes: tokens a page.
+        vector_tolerance: by how much a number of a vector may differ, as a part of the largest, where it is computed
+            otherwise.
         logprob_tolerance: by how much a log-probability may differ where the prompt is computed in other chunks.
     """
 
@@ -43,6 +48,7 @@ class ExecutorSuite(Suite):
     new_tokens: ClassVar[int] = 6
     page_sizes: ClassVar[tuple[int, ...]] = (1, 4)
     logprob_tolerance: ClassVar[float] = 1e-3
+    vector_tolerance: ClassVar[float] = 1e-3
 
     def ready(self) -> Executor:
         """A new executor, told what to use."""
@@ -118,6 +124,30 @@ class ExecutorSuite(Suite):
             if one.token != other.token or abs(one.logprob - other.logprob) > self.logprob_tolerance:
                 raise Violation(f"{one} in one piece, {other} in chunks")
 
+    def test_vectors_do_not_depend_on_the_company(self) -> None:
+        """Of those that compute them: a request that pools comes to the same alone in one piece, and in chunks, in a
+        batch, on a cached prefix, after a preemption, in both loops; and brings no token."""
+        cls = self.found().cls
+        kinds = cls.pooling  # type: ignore[attr-defined]
+        if not kinds:
+            return
+        poolings = [Pooling(kind=kind, normalize=False) for kind in kinds for _ in self.prompts]
+        core = self._core({})
+        with closing(core):
+            alone = [
+                self._vectors(core, [prompt], [one], read_cache=False)[0]
+                for prompt, one in zip(self.prompts * len(kinds), poolings, strict=True)
+            ]
+        for overlap in (False, True) if cls.overlaps else (False,):  # type: ignore[attr-defined]
+            settings = {"page_size": self.page_sizes[-1], "max_batch_tokens": 8, "overlap": overlap}
+            core = self._core(settings)
+            with closing(core):
+                for preempt in (False, True):
+                    found = self._vectors(core, self.prompts * len(kinds), poolings, preempt=preempt)
+                    for pooling, mine, wanted in zip(poolings, found, alone, strict=True):
+                        if not np.allclose(mine, wanted, atol=self.vector_tolerance * np.abs(wanted).max()):
+                            raise Violation(f"together ({settings}) {pooling} is {mine}, alone {wanted}")
+
     def test_grammars_are_kept(self) -> None:
         """Of those that act on grammars: nothing is said that the grammar does not allow, and what is said does not
         depend on the company, in either loop, after a preemption; whoever has no grammar does not notice."""
@@ -135,6 +165,27 @@ class ExecutorSuite(Suite):
                     raise Violation(
                         f"together ({settings}) they say {texts}; alone {alone}, and without a grammar {free}"
                     )
+
+    def _vectors(
+        self, core: EngineCore, prompts: Any, poolings: Any, *, preempt: bool = False, read_cache: bool = True
+    ) -> list[Any]:
+        requests = [
+            core.add(list(prompt), pooling=one, read_cache=read_cache)
+            for prompt, one in zip(prompts, poolings, strict=True)
+        ]
+        deltas: list[Delta] = []
+        for turn in range(1000):
+            if not core.has_work:
+                ends = {delta.request_id: delta for delta in deltas}
+                if len(ends) != len(deltas) or not all(end.vector for end in deltas):
+                    raise Violation(f"not one vector for each request: {deltas}")
+                return [np.frombuffer(ends[request.id].vector, "<f4") for request in requests]
+            deltas += core.step()
+            if preempt and turn == 1:
+                deltas += core.drain()
+                for request in list(core.running):
+                    core.give_up(request, front=True)
+        raise Violation("the requests have not ended after 1000 steps")
 
     def _reports(self, executor: Executor, budget: int) -> list[TokenLogprobs]:
         core = make_core(executor=executor, max_batch_tokens=budget, max_model_len=60)

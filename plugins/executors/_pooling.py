@@ -1,0 +1,78 @@
+"""Rows of requests that pool: whose hidden states they need, and the sums of those on their way to the host."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.core.plan import Outcome, Plan
+from engine.plugins.executors._device import Fence
+
+NAN = "the model's hidden states are not finite numbers"
+
+
+class Span(NamedTuple):
+    """A row of the plan, and which of the wanted states are its."""
+
+    row: int
+    first: int
+    end: int
+
+
+class States(NamedTuple):
+    """Which hidden states a plan needs.
+
+    Attributes:
+        places: indices into the flattened batch.
+        spans: whose they are.
+    """
+
+    places: list[int]
+    spans: list[Span]
+
+
+NOTHING = States([], [])
+
+
+def wanted_states(plan: Plan) -> States:
+    """Those of all positions that a row with ``mean`` pooling computes, of the prompt's last one for ``last``."""
+    if not plan.pooled:
+        return NOTHING
+    states, ends, end = States([], []), [], 0
+    for count in plan.counts:
+        end += count
+        ends.append(end)
+    for row in plan.pooled:
+        request, count = plan.requests[row], plan.counts[row]
+        assert request.pooling is not None
+        if request.pooling.expects(plan.starts[row] + count, request.num_prompt):
+            first = len(states.places)
+            states.places.extend(range(ends[row] - (count if request.pooling.kind == "mean" else 1), ends[row]))
+            states.spans.append(Span(row, first, len(states.places)))
+    return states
+
+
+class Sums:
+    """Sums of ``states [wanted, width]``, one for each span, on their way to the host."""
+
+    def __init__(self, spans: list[Span], states: Tensor) -> None:
+        self._spans = spans
+        sums = torch.stack([states[span.first : span.end].sum(0, dtype=torch.float32) for span in spans])
+        self._host = torch.empty_like(sums, device="cpu", pin_memory=sums.device.type == "cuda")
+        self._host.copy_(sums, non_blocking=True)
+        self._fence = Fence(sums.device)
+        self._fence.mark()
+
+    def join(self, outcome: Outcome) -> Outcome:
+        """The outcome with them. Waits for the device. Rows with sums that are no numbers fail."""
+        self._fence.wait()
+        good = self._host.isfinite().all(dim=1).tolist()
+        vectors = self._host.numpy()
+        return replace(
+            outcome,
+            pooled={span.row: vectors[at] for at, span in enumerate(self._spans) if good[at]},
+            errors={**outcome.errors, **{span.row: NAN for at, span in enumerate(self._spans) if not good[at]}},
+        )
