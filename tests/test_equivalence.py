@@ -4,8 +4,9 @@ Forty prompts of 1 to 700 tokens, many sharing prefixes, run at once in a pool t
 scheduler and cache, cold and, where the loop is synchronous, then warm. Each pair runs in one of the loops, chosen such
 that every two of scheduler, cache and loop meet; in the other one with ``-m slow``. The oracle is transformers'
 ``generate`` on the same fp32 weights, one prompt at a time, recorded in ``data/greedy.json`` (a few of them are
-computed anew each time; all with ``-m slow``, which writes them down where RECORD is set). Where two implementations part, both
-tokens must be the model's own first choice up to float noise: the gap between their logits is measured and must vanish.
+computed anew each time; all with ``-m slow``, which writes them down where RECORD is set). Where two implementations
+part, both tokens must be the model's own first choice up to float noise: the gap between their logits is measured and
+must vanish.
 """
 
 from __future__ import annotations
