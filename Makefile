@@ -14,7 +14,7 @@ SITE := .build/site
 # Libraries of optional plugins. Where they do not install, the tests that need them are skipped and say so.
 OPTIONAL := nixl-cu12 mooncake-transfer-engine-non-cuda redis triton llguidance
 
-.PHONY: install serve test lint types imports docs unit slow bench clean
+.PHONY: install serve test lint tree types imports docs unit slow bench clean
 
 install: $(STAMP)
 
@@ -30,26 +30,33 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 serve: install
 	$(BIN)/engine serve $(ARGS)
 
-test: install lint types imports docs unit
+# Each of the checks keeps one core busy: they go side by side, before the tests, whose workers keep all of them busy.
+test: install
+	$(MAKE) --no-print-directory --keep-going --jobs=2 docs types imports lint
+	$(MAKE) --no-print-directory unit
 
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: install
-	cd "$$($(BIN)/python tools/source_tree.py)" && \
+# The package as Python sees it, in links.
+tree: install
+	$(BIN)/python tools/source_tree.py > /dev/null
+
+types: tree
+	cd $(TREE) && \
 	  MYPYPATH=. ../../$(BIN)/mypy --config-file ../../pyproject.toml -p engine.core -p engine.testing -p engine.plugins -p engine.proxy -p engine.cli
 
-imports: install
-	cd "$$($(BIN)/python tools/source_tree.py)" && PYTHONPATH=. ../../$(BIN)/lint-imports --no-logo --no-cache ../../pyproject.toml
+imports: tree
+	cd $(TREE) && PYTHONPATH=. ../../$(BIN)/lint-imports --no-logo --no-cache ../../pyproject.toml
 
 # A warning is an error: a dead link, a docstring that is not markup. -E: what the code says is read anew.
 docs: install
 	$(BIN)/python -m sphinx -W --keep-going -q -E -d .build/doctrees docs $(SITE)
 
-# Whole files to each of the workers: a file's tests share a model or a server.
+# Whole files to each of the workers: a file's tests share a model or a server. In the order of tests/conftest.py.
 unit: install
-	$(BIN)/pytest -m "not slow" -n $(WORKERS) --dist loadfile --durations=40 --durations-min=4 $(TESTS)
+	$(BIN)/pytest -m "not slow" -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=40 --durations-min=4 $(TESTS)
 
 # Long sweeps, run by hand before a release.
 slow: install

@@ -79,7 +79,12 @@ def _by_name(found: Iterable[Distribution]) -> list[list[Distribution]]:
         folder = str(Path(str(each.locate_file(""))).resolve())
         if folders.setdefault(name, folder) == folder:
             groups.setdefault(name, {}).setdefault(stem, each)  # a folder may stand on the path twice
-    return [sorted(twins.values(), key=_age, reverse=True) for twins in groups.values()]
+    return [_newest_first(list(twins.values())) for twins in groups.values()]
+
+
+def _newest_first(twins: list[Distribution]) -> list[Distribution]:
+    # Of one there is nothing to compare; reading every version takes longer than all the rest of it.
+    return twins if len(twins) == 1 else sorted(twins, key=_age, reverse=True)
 
 
 def _age(found: Distribution) -> tuple[Version, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,34 @@ from engine.core.config import DEFAULT_MODEL
 
 # OpenMP reads this when torch is first imported. Spinning threads keep a core from the servers that tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+# Of the files that take longest, the longest first. A worker takes whole files, in this order: a long one that is begun
+# last keeps it busy when the others have nothing left to do.
+LONGEST = (
+    "proxy/test_matrix.py",
+    "docs/test_tutorials.py",
+    "plugins/test_suites.py",
+    "test_equivalence.py",
+    "cli/test_plugin_commands.py",
+    "plugins/frontends/test_openai_lifecycle.py",
+    "core/test_machine.py",
+    "plugins/connectors/test_handoff_engines.py",
+    "plugins/connectors/test_libraries.py",
+    "public/test_embedded.py",
+    "test_docs.py",
+    "plugins/frontends/test_server_life.py",
+    "examples/test_plugins.py",
+    "plugins/attention/test_triton.py",
+    "plugins/executors/test_launch.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, the others as they were."""
+    here = Path(__file__).parent
+    place = {here / name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path, len(place)))
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import tempfile
 from importlib.util import find_spec
 
 import pytest
+import torch
 
 from engine.core import Connector, TransferEvent, hookimpl
 from engine.core.registry import Registry, make
@@ -71,8 +72,31 @@ class TestSim(ExecutorSuite):
     plugin = "sim"
 
 
-@pytest.mark.model
 class TestTorch(ExecutorSuite):
+    """On a small model of random weights: its rules load it a dozen times."""
+
+    plugin = "torch"
+
+    @classmethod
+    def setup_class(cls):
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+        torch.manual_seed(0)
+        config = LlamaConfig(vocab_size=300, num_hidden_layers=2, initializer_range=0.5, **sizes)
+        cls._folder = tempfile.TemporaryDirectory()
+        LlamaForCausalLM(config).save_pretrained(cls._folder.name)
+        cls.use = {"model": cls._folder.name}
+
+    @classmethod
+    def teardown_class(cls):
+        super().teardown_class()
+        cls._folder.cleanup()
+
+
+@pytest.mark.model
+@pytest.mark.slow
+class TestTorchWithTheDefaultModel(ExecutorSuite):
     plugin = "torch"
 
 

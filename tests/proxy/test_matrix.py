@@ -1,6 +1,7 @@
 """Prompts computed by one engine, continued by another: every scheduler, every cache, every connector, one text.
 
-Two ``engine serve`` and an ``engine proxy``, each a process of its own, the default model, sixty prompts at once. The
+Two ``engine serve`` and an ``engine proxy``, each a process of its own, and the default model: twenty prompts at once
+on two pairs of scheduler and cache, in which all four of them are; with ``-m slow`` sixty at once on every pair. The
 oracle is the first engine asked alone. A connector whose library does not import here is skipped, and says so.
 """
 
@@ -26,7 +27,11 @@ from engine.core.registry import make
 
 pytestmark = pytest.mark.model
 
-COMBINATIONS = list(itertools.product(("unified", "radix"), ("paged", "radix")))
+PAIRS = list(itertools.product(("unified", "radix"), ("paged", "radix")))
+CASES = [
+    *(pytest.param((*pair, 3), id="-".join(pair)) for pair in (("unified", "radix"), ("radix", "paged"))),
+    *(pytest.param((*pair, 1), id="-".join((*pair, "sixty")), marks=pytest.mark.slow) for pair in PAIRS),
+]
 CONNECTORS = ("local", "nixl", "mooncake")
 START_SECONDS = 120.0
 NEW_TOKENS = 8
@@ -104,7 +109,7 @@ class Command:
 
 
 @pytest.fixture(scope="module")
-def prompts() -> list[str]:
+def sixty() -> list[str]:
     """Sixty of 10 to 80 words; ten families that begin alike."""
     rng, words = random.Random(5), STORY.split()
     made = []
@@ -115,27 +120,28 @@ def prompts() -> list[str]:
     return made
 
 
-@pytest.fixture(scope="module", params=COMBINATIONS, ids="-".join)
-def pair(request, prompts):
-    """An engine that computes prompts, one that goes on with them, and the text of the first alone."""
-    scheduler, kvcache = request.param
+@pytest.fixture(scope="module", params=CASES)
+def pair(request, sixty):
+    """An engine that computes prompts, one that goes on with them, the prompts, and the text of the first alone."""
+    scheduler, kvcache, every = request.param
+    prompts = sixty[::every]
     chosen = ["--scheduler", scheduler, "--kvcache", kvcache, "--page-size", "8", "--num-pages", "1600"]
     for name in HERE:
         chosen += ["--connector", name, f"--connector.{name}.patience", "30"]
     engines = [Command("serve", "--port", "0", "--role", role, *chosen) for role in ("prefill", "decode")]
     try:
         prefill, decode = [engine.listening() for engine in engines]
-        yield prefill, decode, [text for text, _ in prefill.ask_all(prompts)]
+        yield prefill, decode, prompts, [text for text, _ in prefill.ask_all(prompts)]
     finally:
         for engine in engines:
             engine.close()
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)
-def test_the_text_is_that_of_one_engine(pair, prompts, connector):
+def test_the_text_is_that_of_one_engine(pair, connector):
     if connector not in HERE:
         pytest.skip(f"connector {connector}: its library is not here: {missing(connector)}")
-    prefill, decode, alone = pair
+    prefill, decode, prompts, alone = pair
     for style, asked in (("vllm", slice(None)), ("sglang", slice(0, None, 3))):
         decode.http.post("/v1/cache/flush", json={}).raise_for_status()
         before, hits = decode.metrics(), prefill.metrics()
@@ -157,7 +163,7 @@ def test_the_text_is_that_of_one_engine(pair, prompts, connector):
 
 
 def test_openais_own_client(pair):
-    prefill, decode, _ = pair
+    prefill, decode, *_ = pair
     front = Command("proxy", "--port", "0", "--api-key", "sesame", "--prefill", prefill.url, "--decode", decode.url)
     try:
         url = f"{front.listening().url}/v1"

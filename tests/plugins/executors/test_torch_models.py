@@ -157,14 +157,14 @@ def test_a_directory_without_weights_is_a_model_error(tiny: Tiny, tmp_path: Path
         executor.load()
 
 
-@pytest.mark.parametrize(("own", "expected"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
-def test_openmp_threads_are_asked_to_sleep_unless_the_user_decides(own: str | None, expected: str) -> None:
+@pytest.mark.parametrize(("own", "expected", "module"), [(None, "PASSIVE", "_runner"), ("ACTIVE", "ACTIVE", "_openmp")])
+def test_openmp_threads_are_asked_to_sleep_unless_the_user_decides(own: str | None, expected: str, module: str) -> None:
     """Settings count only before torch is imported, so a fresh process is asked."""
     env = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     if own is not None:
         env["OMP_WAIT_POLICY"] = own
     env["OMP_DISPLAY_ENV"] = "TRUE"  # the library itself says what it read
-    code = "import engine.plugins.executors._runner, os; print(os.environ.get('OMP_WAIT_POLICY'))"
+    code = f"import engine.plugins.executors.{module}, os; print(os.environ.get('OMP_WAIT_POLICY'))"
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert f"OMP_WAIT_POLICY = '{expected}'" in done.stderr
     assert done.stdout.strip() == str(own)  # the environment is the user's

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import openai
 import pytest
-
-MODEL = "SmolLM2-135M-Instruct"
 
 
 def client(server: Any) -> openai.AsyncOpenAI:
@@ -84,131 +81,5 @@ def test_an_error_in_the_middle_of_a_stream_is_raised(start: Any) -> None:
             with pytest.raises(openai.APIError, match="this row is bad"):
                 async for _ in stream:
                     pass
-
-    asyncio.run(main())
-
-
-# ---- the default model
-
-
-@pytest.fixture(scope="module")
-def model_server(share: Callable[..., Any]) -> Iterator[Any]:
-    with share("--num-pages", "512") as server:
-        yield server
-
-
-@pytest.mark.model
-def test_default_model_answers(model_server: Any) -> None:
-    async def main() -> None:
-        async with client(model_server) as sdk:
-            messages: Any = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
-            answer = await sdk.chat.completions.create(model=MODEL, messages=messages, max_tokens=12, temperature=0)
-            text = answer.choices[0].message.content or ""
-            assert "Paris" in text
-            assert answer.usage is not None
-            assert answer.usage.prompt_tokens > 10
-            pieces = []
-            stream = await sdk.chat.completions.create(
-                model=MODEL, messages=messages, max_tokens=12, temperature=0, stream=True
-            )
-            async for event in stream:
-                pieces.append(event.choices[0].delta.content or "")
-            assert "".join(pieces) == text
-
-    asyncio.run(main())
-
-
-@pytest.mark.model
-def test_default_model_batch_equals_alone(model_server: Any) -> None:
-    prompts = ["The sky is", "def add(a, b):", "Hello, my name is"]
-
-    async def main() -> None:
-        async with client(model_server) as sdk:
-
-            async def ask(prompt: Any) -> list[str]:
-                answer = await sdk.completions.create(model=MODEL, prompt=prompt, max_tokens=6, temperature=0)
-                return [choice.text for choice in answer.choices]
-
-            together = await ask(prompts)
-            assert together == [(await ask(prompt))[0] for prompt in prompts]
-            assert all(together)
-
-    asyncio.run(main())
-
-
-@pytest.mark.model
-def test_default_model_knows_what_is_alike(model_server: Any) -> None:
-    """By either way of pooling; the client asks for base64 and makes numbers of it."""
-    texts = ["My cat sleeps all day.", "Kittens and felines love long naps.", "The stock market fell sharply today."]
-
-    async def main() -> None:
-        async with client(model_server) as sdk:
-            for pooling in ("last", "mean"):
-                answer = await sdk.embeddings.create(model=MODEL, input=texts, extra_body={"pooling": pooling})
-                cat, kitten, market = (item.embedding for item in answer.data)
-                assert len(cat) == 576
-                alike, other = (sum(a * b for a, b in zip(cat, one, strict=True)) for one in (kitten, market))
-                assert 1 > alike > other
-                assert answer.usage.prompt_tokens == answer.usage.total_tokens > 15
-
-    asyncio.run(main())
-
-
-@pytest.mark.model
-def test_default_model_log_probabilities(model_server: Any) -> None:
-    """The official client reads them, in both formats, streamed or not."""
-
-    async def main() -> None:
-        async with client(model_server) as sdk:
-            wish: Any = {"model": MODEL, "prompt": "The capital of France is", "max_tokens": 5, "temperature": 0}
-            answer = await sdk.completions.create(**wish, logprobs=3, echo=True)
-            found = answer.choices[0].logprobs
-            assert found is not None
-            assert found.tokens is not None
-            assert "".join(found.tokens) == answer.choices[0].text
-            assert answer.choices[0].text.startswith(wish["prompt"] + " Paris")
-            assert found.token_logprobs is not None
-            assert found.token_logprobs[0] is None
-            assert all(value <= 0 for value in found.token_logprobs[1:])
-            best = [max(top, key=top.__getitem__) for top in (found.top_logprobs or [])[-5:]]
-            assert best == found.tokens[-5:]  # greedy
-            pieces = [event async for event in await sdk.completions.create(**wish, logprobs=3, echo=True, stream=True)]
-            streamed = [one for event in pieces for one in event.choices[0].logprobs.token_logprobs]  # type: ignore[union-attr]
-            assert streamed == found.token_logprobs
-
-            sharp = await sdk.completions.create(**{**wish, "temperature": 0.01}, logprobs=5, extra_body={"top_k": 1})
-            assert sharp.choices[0].logprobs.token_logprobs == found.token_logprobs[-5:]  # type: ignore[union-attr]
-
-            messages: Any = [{"role": "user", "content": "Say hi."}]
-            talk: Any = {"model": MODEL, "messages": messages, "max_tokens": 6, "temperature": 0}
-            chat = await sdk.chat.completions.create(**talk, logprobs=True, top_logprobs=2)
-            content = chat.choices[0].logprobs.content  # type: ignore[union-attr]
-            assert content is not None
-            assert (
-                bytes(byte for one in content for byte in one.bytes or []).decode() == chat.choices[0].message.content
-            )
-            assert all(one.top_logprobs[0].token == one.token for one in content)
-            biased = await sdk.chat.completions.create(**talk, logit_bias={"2": 100})
-            assert (biased.choices[0].message.content, biased.choices[0].finish_reason) == ("", "stop")
-            punished = await sdk.chat.completions.create(**talk, frequency_penalty=2, presence_penalty=2, seed=1, n=2)
-            assert len(punished.choices) == 2
-
-    asyncio.run(main())
-
-
-@pytest.mark.model
-def test_default_model_seeds_are_kept_in_company(model_server: Any) -> None:
-    async def main() -> None:
-        async with client(model_server) as sdk:
-
-            async def ask(seed: int) -> list[str]:
-                answer = await sdk.completions.create(
-                    model=MODEL, prompt="Once", max_tokens=6, temperature=1, top_p=0.9, seed=seed, n=2
-                )
-                return [choice.text for choice in answer.choices]
-
-            alone = [await ask(seed) for seed in range(3)]
-            assert await asyncio.gather(*[ask(seed) for seed in range(3)]) == alone
-            assert len({text for texts in alone for text in texts}) > 1
 
     asyncio.run(main())
