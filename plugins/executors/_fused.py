@@ -136,7 +136,7 @@ class FusedDecoder:
         return x
 
     def _normed(self, x: Tensor) -> Tensor:
-        """Of the last layer's output ``[rows, width]``."""
+        """The last layer's output ``[rows, width]`` after the final norm."""
         rows, width = x.shape
         norm = self._decoder.norm
         normed = torch.empty_like(x)

@@ -55,12 +55,17 @@ def wanted_states(plan: Plan) -> States:
     return states
 
 
+def summed(spans: list[Span], states: Tensor) -> Tensor:
+    """The sums, float32 ``[spans, width]``, where the states are."""
+    return torch.stack([states[span.first : span.end].sum(0, dtype=torch.float32) for span in spans])
+
+
 class Sums:
     """Sums of ``states [wanted, width]``, one for each span, on their way to the host."""
 
     def __init__(self, spans: list[Span], states: Tensor) -> None:
         self._spans = spans
-        sums = torch.stack([states[span.first : span.end].sum(0, dtype=torch.float32) for span in spans])
+        sums = summed(spans, states)
         self._host = torch.empty_like(sums, device="cpu", pin_memory=sums.device.type == "cuda")
         self._host.copy_(sums, non_blocking=True)
         self._fence = Fence(sums.device)

@@ -25,9 +25,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from engine.core.errors import ConfigError, ExecutionError
 from engine.core.pipeline import Pipeline
 from engine.core.plan import Outcome, Plan
+from engine.core.pooling import Pooling
 from engine.core.sampling import SamplingParams
 from engine.plugins.attention.torch import TorchAttention
-from engine.plugins.executors import _device, _launch, _placement, _runner
+from engine.plugins.executors import _device, _launch, _placement, _pooling, _runner
 from engine.plugins.executors._graphs import DecodeGraphs
 from engine.plugins.executors._model import LoadedModel, load_model
 from engine.plugins.executors._paged import PagedLayers, active
@@ -626,7 +627,12 @@ def test_everything_that_a_step_computes_with_is_on_its_device(
         def outcome(self) -> Outcome:
             raise AssertionError("there is no content to look at")
 
+    class Summed(_pooling.Sums):
+        def __init__(self, spans: list[_pooling.Span], states: torch.Tensor) -> None:
+            assert _pooling.summed(spans, states).device == ELSEWHERE
+
     monkeypatch.setattr(_launch, "Staging", There)
+    monkeypatch.setattr(_launch, "Sums", Summed)
     monkeypatch.setattr(_launch, "Coming", Kept)
     register()
     config = AutoConfig.from_pretrained(tiny(kind))
@@ -640,7 +646,8 @@ def test_everything_that_a_step_computes_with_is_on_its_device(
             capture=EagerCapture(),
         )  # fmt: skip
     launcher = _launch.Launcher(
-        device=ELSEWHERE, attention=backend, forward=model.run, layers=layers, sampler=Sampler(0), page_size=4
+        device=ELSEWHERE, attention=backend, forward=model.run, forward_with_states=model.run_with_states,
+        layers=layers, sampler=Sampler(0), page_size=4,
     )  # fmt: skip
     launcher.graphs = graphs
     run = driver(None, 64, 4)
@@ -653,6 +660,10 @@ def test_everything_that_a_step_computes_with_is_on_its_device(
     mixed = run.request((7, 7, 7))
     launcher.launch(replace(run.plan([(requests[0], 1), (mixed, 3)]), awaits=(0, -1)))
     launcher.launch(run.plan([(run.request((7, 7, 7)), 2)]))
+    pooling = run.request((7, 7, 7))
+    pooling.pooling = Pooling(kind="mean")
+    plan = run.plan([(run.request((8, 8)), 2), (pooling, 3)])
+    launcher.launch(replace(plan, samples=(True, False), pooled=(1,)))
 
 
 TRITON = """
