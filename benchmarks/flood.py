@@ -20,6 +20,7 @@ import json
 import sys
 import time
 from collections import Counter
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -186,8 +187,9 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=10)
     parser.add_argument("--max-slope", type=float, default=2.0, help="MiB a hundred thousand requests, or a minute")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("flags", nargs="*", help="flags of engine serve, after --")
-    options = parser.parse_args()
+    ours, *theirs = (list(words) for is_mark, words in groupby(sys.argv[1:], "--".__eq__) if not is_mark)
+    options = parser.parse_args(ours)
+    options.flags = theirs[0] if theirs else SIM  # of engine serve
     options.requests = options.requests or (20_000 if options.what == "objects" else 200_000)
     result = asyncio.run(objects(options.requests)) if options.what == "objects" else served(options)
     for key, value in result.items():
@@ -201,7 +203,7 @@ def main() -> int:
 def served(options: argparse.Namespace) -> dict[str, Any]:
     """What came of a server in processes of its own."""
     rooms = [str(word) for pair in ROOMS.items() for word in pair] if options.what == "overload" else []
-    server = Server([*rooms, *(options.flags or SIM)])
+    server = Server([*rooms, *options.flags])
     began = time.monotonic()
     try:
         seen, samples = asyncio.run((tiny if options.what == "tiny" else overload)(server, options))

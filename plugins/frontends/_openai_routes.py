@@ -236,12 +236,16 @@ class Routes(Endpoints):
             yield index, chunk
 
     async def _events(self, count: int, pieces: Pieces, answers: Answers) -> AsyncIterator[dict[str, Any] | str]:
-        """A stream's events. An error in the middle is its last event."""
+        """A stream's events. An error in the middle is its last event.
+
+        Nothing is told before there is a token: clients take the first event for it, and measure by that.
+        """
         ends: dict[int, Chunk] = {}
-        for opening in answers.openings(count):
-            yield opening
+        openings = answers.openings(count)
         try:
             async for index, chunk in pieces:
+                while openings:
+                    yield openings.pop(0)
                 if chunk.finish_reason is not None:
                     ends[index] = chunk
                 if chunk.text or chunk.logprobs or chunk.finish_reason is not None:

@@ -211,7 +211,7 @@ def test_a_full_disk_for_logs_ends_nothing(launch: Any) -> None:
 def test_bodies_that_ask_for_too_much_are_refused_quickly(server: Any) -> None:
     accepted = server.metrics()["engine_requests_accepted_total"]
     for body, field in (
-        ({**GOOD, "prompt": [[1]] * 100_000}, "prompt"),
+        ({**GOOD, "prompt": [[1]] * 100_000}, "body"),
         ({**GOOD, "prompt": ["x"] * 100_000}, "prompt"),
         ({**GOOD, "n": 10**6}, "n"),
         ({**GOOD, "prompt_logprobs": -1}, "prompt_logprobs"),
