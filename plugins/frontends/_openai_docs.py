@@ -84,6 +84,12 @@ QUERIES = {
 HEALTH = ("/health", "/health/ready")
 TEXT = {"/metrics": PROMETHEUS}
 EVENTS = "text/event-stream"
+EVENT = {
+    "type": "object",
+    "description": "one event of the stream; data is JSON, or [DONE] at the end",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
 KEY = "key"
 
 
@@ -144,9 +150,9 @@ def _responses(
     if path in TEXT:
         content = {TEXT[path]: {"schema": {"type": "string"}}}
     elif path == "/v1/cache/events":
-        content = {EVENTS: {"schema": {"type": "string"}}}
+        content = {EVENTS: {"schema": EVENT}}
     elif path in STREAMS:
-        content[EVENTS] = {"schema": {"type": "string"}}
+        content[EVENTS] = {"schema": EVENT}
     statuses = STATUSES.get(path, GENERATION if method == "post" else ())
     failed = {"application/json": {"schema": error}}
     found = {"200": {"description": "as asked for", "content": content}}
