@@ -84,7 +84,7 @@ InSlices = WrapValidator(_in_slices)
 
 def _off(value: bool) -> bool:
     if value:
-        raise PydanticCustomError("not_off", "input should be false")
+        raise PydanticCustomError("not_off", "input should be False")
     return value
 
 
