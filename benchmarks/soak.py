@@ -30,6 +30,9 @@ LONG = 8000  # tokens; nobody who is cut stays for so many
 SIM = ["--executor", "sim", "--executor.step-ms", "4"]
 PATIENCE = 60.0
 
+Samples = list[tuple[float, tuple[float, ...]]]
+"""(second, MiB of each process)."""
+
 
 class Server:
     """``engine serve`` in a process of its own, on a free port."""
@@ -56,9 +59,9 @@ class Server:
         pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
         return {name: float(value) for name, value in pairs}
 
-    def memory(self) -> float:
-        """MiB that its processes hold."""
-        return sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in self.pids) * 4096 / 2**20
+    def memory(self) -> tuple[float, ...]:
+        """MiB that each of its processes holds: the server, and the engine's where that is another one."""
+        return tuple(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 / 2**20 for pid in self.pids)
 
     def stop(self) -> int:
         """Its exit code."""
@@ -120,11 +123,12 @@ class Load:
         return reader, writer
 
 
-async def drive(server: Server, options: argparse.Namespace) -> tuple[Counter[str], list[tuple[float, float]]]:
-    """Keep the clients coming for as long as asked. Returns what they saw, and (second, MiB) of the server."""
+async def drive(server: Server, options: argparse.Namespace) -> tuple[Counter[str], Samples]:
+    """Keep the clients coming for as long as asked. Returns what they saw, and the memory of the server."""
     load = Load(server.address, options.tokens, options.seed)
     clients = [asyncio.create_task(load.client(number)) for number in range(options.streams)]
-    began, samples = time.monotonic(), []
+    began = time.monotonic()
+    samples: Samples = []
     while (passed := time.monotonic() - began) < options.seconds:
         samples.append((passed, server.memory()))
         await asyncio.sleep(min(1.0, options.seconds / 20))
@@ -133,9 +137,9 @@ async def drive(server: Server, options: argparse.Namespace) -> tuple[Counter[st
     return load.seen, samples
 
 
-def slope(samples: list[tuple[float, float]]) -> float:
-    """MiB a minute, by least squares, of what comes after the first third."""
-    late = samples[len(samples) // 3 :]
+def slope(samples: Samples, process: int | None = None) -> float:
+    """MiB a minute, by least squares, of what comes after the first third: of one process, or of all."""
+    late = [(x, sum(each) if process is None else each[process]) for x, each in samples[len(samples) // 3 :]]
     mean_x = sum(x for x, _ in late) / len(late)
     mean_y = sum(y for _, y in late) / len(late)
     spread = sum((x - mean_x) ** 2 for x, _ in late)
@@ -194,7 +198,8 @@ def main() -> int:
     result: dict[str, Any] = {
         "seconds": options.seconds, "streams": options.streams, "completed": seen["completed"], "cut": seen["cut"],
         "accepted": now["engine_requests_accepted_total"], "output_tokens": now["engine_output_tokens_total"],
-        "mib_start": samples[0][1], "mib_end": samples[-1][1], "mib_per_minute": grows,
+        "mib_start": sum(samples[0][1]), "mib_end": sum(samples[-1][1]), "mib_per_minute": grows,
+        "of_each_process": [round(slope(samples, number), 2) for number in range(len(samples[0][1]))],
         "pages_in_use": now["engine_kv_pages_pinned"], "exit_code": code, "faults": faults(seen, now),
     }  # fmt: skip
     if options.max_slope is not None and grows > options.max_slope:
@@ -204,7 +209,7 @@ def main() -> int:
     for key, value in result.items():
         print(f"{key:<16}{value:.2f}" if isinstance(value, float) else f"{key:<16}{value}")
     if options.json is not None:
-        options.json.write_text(json.dumps(result))
+        options.json.write_text(json.dumps({**result, "samples": samples}))
     return 1 if result["faults"] else 0
 
 

@@ -38,7 +38,7 @@ DEFAULT_PAGES_WITHOUT_KV = 4096
 DEFAULT_BATCH_TOKENS = 2048
 REQUEST_LIMITS = (
     "max_waiting", "max_waiting_tokens", "queue_timeout", "max_n", "max_logprobs", "max_prompt_logprobs",
-    "max_stop_strings", "max_stop_length", "max_stop_token_ids", "max_logit_bias",
+    "max_output_logprobs", "max_stop_strings", "max_stop_length", "max_stop_token_ids", "max_logit_bias",
     "max_grammar_bytes",
 )  # fmt: skip
 

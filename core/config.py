@@ -109,6 +109,7 @@ class EngineConfig(BaseModel):
     max_n: int = Field(128, ge=1, description="most choices of one prompt")
     max_logprobs: int = Field(20, ge=0, description="most rivals of a token whose log-probabilities are reported")
     max_prompt_logprobs: int = Field(65536, ge=0, description="most log-probabilities reported of one prompt")
+    max_output_logprobs: int = Field(2**20, ge=0, description="most log-probabilities of one request's output")
     max_stop_strings: int = Field(16, ge=0, description="most stop strings of one request")
     max_stop_length: int = Field(1024, ge=1, description="most characters of a stop string")
     max_stop_token_ids: int = Field(128, ge=0, description="most stop tokens of one request")

@@ -82,6 +82,7 @@ class Limits:
         max_n: most choices of one prompt.
         max_logprobs: most rivals of a token whose log-probabilities are reported.
         max_prompt_logprobs: most log-probabilities reported of one prompt.
+        max_output_logprobs: most that the outputs of requests submitted as one may come to.
         max_stop_strings, max_stop_length: most stop strings of a request, most characters of one.
         max_stop_token_ids, max_logit_bias: most entries.
         max_grammar_bytes: longest grammar.
@@ -103,6 +104,7 @@ class Limits:
     max_n: int = 128
     max_logprobs: int = 20
     max_prompt_logprobs: int = 65_536
+    max_output_logprobs: int = 2**20
     max_stop_strings: int = 16
     max_stop_length: int = 1024
     max_stop_token_ids: int = 128

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 from engine.core.checks import (
     MAX_INT,
+    MAX_SALT,
     check_bool,
     check_int,
+    check_metadata,
     check_number,
-    check_plain,
     check_sequence,
     check_text,
     kind,
@@ -95,7 +96,8 @@ def check_fields(
     deadline: float | None = None,
 ) -> None:
     """Check what a request carries besides its prompt and sampling parameters. ``metadata`` holds plain values only
-    (text, numbers, booleans, ``None``, lists and dictionaries of them), because it travels to the engine's process.
+    (text, numbers, booleans, ``None``, lists and dictionaries of them), because it travels to the engine's process, and
+    at most ``MAX_METADATA`` of them and their characters together.
 
     Raises:
         InvalidRequest: names the field and the type or range that it should have.
@@ -105,7 +107,7 @@ def check_fields(
     check_int("priority", priority)
     if not -MAX_INT <= priority < MAX_INT:
         raise InvalidRequest("priority", f"is {_shown(priority)}, must fit in 64 bits")
-    check_text("salt", salt)
+    check_text("salt", salt, MAX_SALT)
     check_text("adapter", adapter)
     check_bool("read_cache", read_cache)
     check_bool("write_cache", write_cache)
@@ -115,7 +117,7 @@ def check_fields(
         return
     if not isinstance(metadata, Mapping):
         raise InvalidRequest("metadata", f"must be a mapping, not {kind(metadata)}")
-    check_plain("metadata", dict(metadata))
+    check_metadata(metadata)
 
 
 def _check_prompt(tokens: Sequence[int], limits: Limits) -> bytes:

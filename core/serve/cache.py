@@ -14,6 +14,8 @@ from engine.core.cache_desk import OFF
 from engine.core.cache_events import CacheBatch, CacheSnapshot
 from engine.core.cache_subscriber import content_of
 from engine.core.errors import ConfigError, EngineDead, EngineError
+from engine.core.sampling import SamplingParams
+from engine.core.validate import validate
 
 if TYPE_CHECKING:
     from engine.core.serve.client import AsyncEngine
@@ -39,6 +41,7 @@ class CacheClient:
             InvalidRequest: no prompt could be so.
         """
         tokens = await self._engine.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        validate(tokens, SamplingParams(), self._engine.limits)  # here: a long list would hold up the engine's thread
         return await self._engine.ask_cache("explain", tokens=tokens, salt=salt, adapter=adapter)
 
     async def flush(self, *, tiers: bool = False) -> dict[str, Any]:

@@ -241,6 +241,7 @@ class AsyncEngine:
             ask.check(self.limits)
         count, tokens = sum(ask.params.n for ask in asks), sum(ask.params.n * len(ask.tokens) for ask in asks)
         self._check_size(count, tokens)
+        self._check_logprobs(asks)
         self._bind()  # before the check: from here on, a death is told to this loop
         self._link.check()
         self._check_room(count, tokens)
@@ -399,6 +400,21 @@ class AsyncEngine:
         if count > 1 and tokens > limits.max_waiting_tokens:
             words = f"{tokens} tokens in {count} sequences, at most {limits.max_waiting_tokens} may wait"
             raise InvalidRequest("prompt", words, code="above_limit")
+
+    def _check_logprobs(self, asks: Sequence[Ask]) -> None:
+        """Raise ``InvalidRequest`` where their outputs could have more log-probabilities than are kept for a caller."""
+        limits = self.limits
+        entries = sum(
+            ask.params.n * (ask.params.logprobs + 1) * (ask.params.max_tokens or limits.max_model_len - len(ask.tokens))
+            for ask in asks
+            if ask.params.logprobs is not None
+        )
+        if entries > limits.max_output_logprobs:
+            words = (
+                f"sequences x tokens x (rivals + 1) come to {entries} log-probabilities, at most "
+                f"{limits.max_output_logprobs} are allowed: set max_tokens, or ask for fewer"
+            )
+            raise InvalidRequest("logprobs", words, code="above_limit")
 
     def _check_room(self, count: int, tokens: int) -> None:
         """Raise ``QueueFull`` where there is no room now, with an estimate of when there will be."""

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from engine.core.models.tokenizer import Tokenizer
 
 PROBE_CHARACTERS = 8  # a token: twice as many as usual text has
+PROBE_GROWTH = 4
 PROBE_SLACK = 64  # tokens by which the cut through the text's middle may change its beginning
 
 
@@ -34,7 +35,8 @@ def find_tokenizer(config: EngineConfig) -> Tokenizer | None:
 
 
 def encode(tokenizer: Tokenizer | None, text: str, limits: Limits, *, add_special: bool = True) -> list[int]:
-    """Token ids of a prompt. A hopelessly long text is refused after a look at its beginning, not after minutes.
+    """Token ids of a prompt. A hopelessly long text is refused after a look at its beginning, not after minutes; where
+    that has few tokens (it may be all blanks), after longer looks.
 
     Raises:
         InvalidRequest: the model has no tokenizer, or the text cannot fit.
@@ -43,13 +45,15 @@ def encode(tokenizer: Tokenizer | None, text: str, limits: Limits, *, add_specia
         raise InvalidRequest("prompt", "the served model has no tokenizer: send token ids")
     most = limits.max_model_len
     head = most * PROBE_CHARACTERS
-    if len(text) > head and len(tokenizer.encode(text[:head])) > most + PROBE_SLACK:
-        raise InvalidRequest(
-            "prompt",
-            f"has {len(text)} characters, of which the first {head} alone are more than {most} tokens; "
-            f"at most {most - 1} tokens leave room for an output token",
-            code="above_limit",
-        )
+    while len(text) > head:
+        if len(tokenizer.encode(text[:head])) > most + PROBE_SLACK:
+            raise InvalidRequest(
+                "prompt",
+                f"has {len(text)} characters, of which the first {head} alone are more than {most} tokens; "
+                f"at most {most - 1} tokens leave room for an output token",
+                code="above_limit",
+            )
+        head *= PROBE_GROWTH
     return tokenizer.encode(text, add_special=add_special)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -16,7 +16,7 @@ from engine.core.serve.cache import CacheReader
 from engine.core.serve.client import AsyncEngine
 from engine.plugins.frontends._endpoints import Route
 from engine.plugins.frontends._errors import HTTPError
-from engine.plugins.frontends._wire import EventStream, json_response, read_body
+from engine.plugins.frontends._wire import EventStream, json_response
 
 MAX_SEQUENCE = 2**63
 
@@ -42,6 +42,7 @@ class CacheRoutes:
     """What can be asked of one engine's cache over HTTP.
 
     Args:
+        read: what a function makes of a request's body.
         failure: an error as clients are told of it.
     """
 
@@ -49,12 +50,12 @@ class CacheRoutes:
         self,
         engine: AsyncEngine,
         *,
-        max_body_bytes: int,
+        read: Callable[[Request, Callable[[bytes], Any]], Awaitable[Any]],
         patience: float,
         failure: Callable[[Exception], HTTPError],
     ) -> None:
         self._engine = engine
-        self._max_body = max_body_bytes
+        self._read = read
         self._patience = patience
         self._failure = failure
 
@@ -77,13 +78,13 @@ class CacheRoutes:
 
     async def explain(self, request: Request) -> Response:
         """The longest cached prefix of a prompt, and why the page after it is not found."""
-        wish = parsed(await read_body(request, self._max_body), ExplainRequest)
+        wish = await self._read(request, lambda body: parsed(body, ExplainRequest))
         return json_response(await self._engine.cache.explain(wish.prompt, salt=wish.cache_salt, adapter=wish.adapter))
 
     async def flush(self, request: Request) -> Response:
         """Forget all cached content."""
-        body = await read_body(request, self._max_body)
-        return json_response(await self._engine.cache.flush(tiers=parsed(body or b"{}", FlushRequest).tiers))
+        wish = await self._read(request, lambda body: parsed(body or b"{}", FlushRequest))
+        return json_response(await self._engine.cache.flush(tiers=wish.tiers))
 
     async def dump(self, request: Request) -> Response:
         """The keys of the pool, from the cache itself, as of an event's number."""

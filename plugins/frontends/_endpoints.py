@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from engine.core.errors import ConfigError, suggest
 from engine.core.keys import Keys
+from engine.plugins.frontends._bounds import MOST_PARTS, check_parts
 from engine.plugins.frontends._errors import HTTPError, as_http
 from engine.plugins.frontends._wire import CLIENT_CLOSED, ClientGone, authorize, json_response, read_body
 
@@ -37,12 +38,21 @@ class Endpoints:
 
     Args:
         keys: what guarded routes ask for; ``None``: nobody needs one.
-        max_body_bytes: largest body that ``read`` takes.
+        max_body_bytes, max_parts, max_elements: largest body that ``read`` takes: see ``check_parts``.
         open_paths: paths of routes that need no key after all.
     """
 
-    def __init__(self, *, keys: Keys | None, max_body_bytes: int, open_paths: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        keys: Keys | None,
+        max_body_bytes: int,
+        max_parts: int = MOST_PARTS,
+        max_elements: int | None = None,
+        open_paths: Collection[str] = (),
+    ) -> None:
         self._keys, self._max_body, self._open_paths = keys, max_body_bytes, frozenset(open_paths)
+        self._max_parts, self._max_elements = max_parts, max_elements
 
     def build(self, title: str, routes: Iterable[Route], *, origins: Sequence[str] = ()) -> FastAPI:
         """The ASGI application, with ``/openapi.json``. Pages of other ``origins`` may ask, too (CORS).
@@ -77,9 +87,10 @@ class Endpoints:
         return json_response({"version": version("sixhooks")})
 
     async def read(self, request: Request, work: Callable[[bytes], T]) -> T:
-        """What ``work`` makes of the body: in a thread where that may take a while."""
+        """What ``work`` makes of the body: in a thread where that may take a while. Raises ``InvalidRequest``, too,
+        where there is too much in it."""
         body = await read_body(request, self._max_body)
-        return await asyncio.to_thread(work, body) if len(body) > LARGE_BODY else work(body)
+        return await asyncio.to_thread(self._large, body, work) if len(body) > LARGE_BODY else work(body)
 
     def failure(self, error: Exception) -> HTTPError:
         """An error as clients are told of it. Those that are our own fault are logged."""
@@ -98,6 +109,10 @@ class Endpoints:
         """Raise where no more work is taken. Asked before each POST is handled. By default it is always."""
 
     # ---- inside
+
+    def _large(self, body: bytes, work: Callable[[bytes], T]) -> T:
+        check_parts(body, self._max_parts, self._max_elements)
+        return work(body)
 
     def _safely(self, handler: Handler, guarded: bool) -> Handler:
         async def endpoint(request: Request) -> Response:

@@ -73,7 +73,7 @@ class Answers:
         self._offsets: dict[int, Offsets] = {}
 
     def openings(self, count: int) -> list[dict[str, Any]]:
-        """What a stream begins with, before any token."""
+        """What a stream begins with, when its first token is there."""
         return []
 
     def piece(self, index: int, chunk: Chunk) -> dict[str, Any] | None:

@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from engine.core.errors import InvalidRequest, suggest
 
+MOST_TEXT = 1024  # characters of what policies are handed: a user's or a conversation's name
+LONGEST_NAME = 80  # characters of a name that a client made up, when it is told back
 INVALID, UNKNOWN, UNSUPPORTED, MISSING = "invalid_value", "unknown_field", "unsupported", "missing"
 
 
@@ -86,8 +88,8 @@ def _supported(cls: type[Body], data: dict[str, Any]) -> dict[str, Any]:
         if name in cls.model_fields:
             kept[name] = value
         elif name not in HARMLESS:
-            known = suggest(name, [*cls.model_fields, *HARMLESS])
-            raise InvalidRequest(name, f"unknown field; {known}", code=UNKNOWN)
+            known = suggest(cut(name), [*cls.model_fields, *HARMLESS])
+            raise InvalidRequest(cut(name), f"unknown field; {known}", code=UNKNOWN)
         elif value is not None and not HARMLESS[name][0](value):
             words = f"is not supported: the only accepted value is {HARMLESS[name][1]}"
             raise InvalidRequest(name, words, code=UNSUPPORTED)
@@ -104,17 +106,21 @@ def _explain(error: ValidationError) -> InvalidRequest:
         return InvalidRequest(where, "is required", code=MISSING)
     if fault["type"] == "extra_forbidden":
         return InvalidRequest(where, "unknown field", code=UNKNOWN)
-    shown = repr(fault["input"])
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    shown = cut(repr(fault["input"]))
     return InvalidRequest(where, f"{fault['msg'][0].lower()}{fault['msg'][1:]}, got {shown}")
 
 
 def _dotted(where: tuple[int | str, ...]) -> str:
-    """``messages[0].content``. Union branches (``str``, ``list[Part]``), which clients do not know, are left out."""
-    text = ""
+    """``messages[0].content``. Branches of unions (``str``, models), which clients do not know, are left out."""
+    text, models = "", {model.__name__ for model in Strict.__subclasses__()}
     for part in where:
         if isinstance(part, int):
             text += f"[{part}]"
-        elif part not in ("str", "[key]") and "[" not in part:
-            text += f".{part}" if text else part
+        elif part not in ("str", "[key]", *models) and "[" not in part:
+            text += f".{cut(part)}" if text else cut(part)
     return text
+
+
+def cut(text: str) -> str:
+    """A text of the client's, short enough for a message."""
+    return text if len(text) <= LONGEST_NAME else text[: LONGEST_NAME - 3] + "..."

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from engine.core.errors import InvalidRequest
 from engine.core.grammar import Grammar
+from engine.plugins.frontends._bounds import Off
 from engine.plugins.frontends._openai_fields import MISSING, UNSUPPORTED, Strict
 
 FORMAT, OUTPUTS = "response_format", "structured_outputs"
@@ -47,10 +48,10 @@ class StructuredOutputs(Strict):
     choice: list[str] | None = Field(None, description="one of these texts")
     grammar: str | None = Field(None, description="a context-free grammar in Lark's notation")
     json_object: bool | None = Field(None, description="any JSON object")
-    structural_tag: Any = Field(None, description="not supported")
-    whitespace_pattern: Any = Field(None, description="not supported")
-    disable_any_whitespace: Literal[False] | None = None
-    disable_additional_properties: Literal[False] | None = None
+    structural_tag: Any = Field(None, description="not supported", json_schema_extra={"type": "null"})
+    whitespace_pattern: Any = Field(None, description="not supported", json_schema_extra={"type": "null"})
+    disable_any_whitespace: Off | None = None
+    disable_additional_properties: Off | None = None
 
     def chosen(self) -> Grammar:
         """What the answer must be. Raises ``InvalidRequest``."""

@@ -8,10 +8,12 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engine.core.outputs import Chunk, Completion
 from engine.core.sampling import TokenLogprobs
+from engine.plugins.frontends._aside import aside
 from engine.plugins.frontends._errors import HTTPError
 from engine.plugins.frontends._openai_answers import Wish, generated
 from engine.plugins.frontends._openai_logprobs import Names, Offsets, chat_logprobs
@@ -49,7 +51,7 @@ class ResponseEvents:
             yield event
         try:
             async for chunk in pieces:
-                for event in self.piece(chunk):
+                for event in await aside([chunk], partial(self.piece, chunk)):
                     yield event
                 if chunk.finish_reason is not None:
                     for event in [*self._close(_status(chunk)), self.end(chunk)]:

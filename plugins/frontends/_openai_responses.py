@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
 from engine.core.errors import InvalidRequest
 from engine.core.grammar import Grammar
 from engine.core.tools import Tool
-from engine.plugins.frontends._openai_fields import UNSUPPORTED, Body, Strict
+from engine.plugins.frontends._bounds import InSlices, Off
+from engine.plugins.frontends._openai_fields import MOST_TEXT, UNSUPPORTED, Body, Strict
 from engine.plugins.frontends._openai_schema import CacheOptions, ChatRequest
 from engine.plugins.frontends._openai_tools import NAME, Toolset, toolset_of
 
@@ -36,7 +37,7 @@ class InputMessage(Strict):
 
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Piece]
+    content: str | Annotated[list[Piece], InSlices]
     id: str | None = None
     status: str | None = None
     phase: str | None = None
@@ -58,7 +59,7 @@ class InputOutput(Strict):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[Piece]
+    output: str | Annotated[list[Piece], InSlices]
     id: str | None = None
     status: str | None = None
 
@@ -100,14 +101,16 @@ class FunctionChoice(Strict):
 class ResponseStreamOptions(Strict):
     """``include_obfuscation`` must be off."""
 
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: Off | None = None
 
 
 class ResponsesRequest(Body):
     """``POST /v1/responses``. Nothing is stored: ``store`` may be false or left out."""
 
     model: str | None = Field(None, description="must be the served model; may be left out")
-    input: str | list[InputMessage | InputCall | InputOutput] = Field(description="text, or a conversation")
+    input: str | Annotated[list[InputMessage | InputCall | InputOutput], InSlices] = Field(
+        description="text, or a conversation"
+    )
     instructions: str | None = Field(None, description="the system's message")
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: float | None = None
@@ -115,16 +118,16 @@ class ResponsesRequest(Body):
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     text: TextOptions | None = None
-    tools: list[FunctionTool] | None = None
+    tools: Annotated[list[FunctionTool], InSlices] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     include: list[Literal["message.output_text.logprobs"]] | None = None
     top_logprobs: int | None = Field(None, ge=0)
     metadata: dict[str, str] | None = None
-    user: str | None = None
-    prompt_cache_key: str | None = None
-    store: Literal[False] | None = Field(None, description="nothing is stored")
-    background: Literal[False] | None = None
+    user: str | None = Field(None, max_length=MOST_TEXT)
+    prompt_cache_key: str | None = Field(None, max_length=MOST_TEXT)
+    store: Off | None = Field(None, description="nothing is stored")
+    background: Off | None = None
     truncation: Literal["disabled"] | None = None
     seed: int | None = Field(None, description="not OpenAI's: as in chat")
     top_k: int | None = Field(None, description="not OpenAI's: as in chat")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -14,14 +15,16 @@ from engine.core.outputs import Chunk, Completion
 from engine.core.protocols import ToolParser
 from engine.core.serve.client import AsyncEngine
 from engine.core.serve.streams import Gather, Group, embedded
+from engine.plugins.frontends._aside import aside
 from engine.plugins.frontends._cache_routes import CacheRoutes
 from engine.plugins.frontends._endpoints import Endpoints, id_of, tenant_of
 from engine.plugins.frontends._errors import HTTPError, failed, too_late
 from engine.plugins.frontends._life import Life
 from engine.plugins.frontends._metrics import Metrics
 from engine.plugins.frontends._openai_answers import Answers, ChatAnswers
-from engine.plugins.frontends._openai_docs import describe_bodies
+from engine.plugins.frontends._openai_docs import describe
 from engine.plugins.frontends._openai_embeddings import answer, told_of_input
+from engine.plugins.frontends._openai_fields import cut
 from engine.plugins.frontends._openai_jobs import Job, Preparer
 from engine.plugins.frontends._openai_response_events import ResponseEvents
 from engine.plugins.frontends._openai_schema import ChatRequest, CompletionRequest, Sampling
@@ -51,10 +54,15 @@ class Routes(Endpoints):
         name: str,
         keys: Keys | None,
         max_body_bytes: int,
+        max_body_parts: int,
         slow_reader_s: float,
         open_paths: Sequence[str] = (),
     ) -> None:
-        super().__init__(keys=keys, max_body_bytes=max_body_bytes, open_paths=open_paths)
+        limits = engine.limits
+        super().__init__(
+            keys=keys, max_body_bytes=max_body_bytes, max_parts=max(max_body_parts, limits.max_open),
+            max_elements=max(limits.max_model_len, limits.max_waiting_tokens) + max_body_parts, open_paths=open_paths,
+        )  # fmt: skip
         self.engine = engine
         self.name = name
         self.metrics = Metrics()
@@ -67,7 +75,7 @@ class Routes(Endpoints):
     def app(self) -> FastAPI:
         """The ASGI application."""
         config = self.engine.config
-        cache = CacheRoutes(self.engine, max_body_bytes=self._max_body, patience=self._patience, failure=self.failure)
+        cache = CacheRoutes(self.engine, read=self.read, patience=self._patience, failure=self.failure)
         server = ServerRoutes(self.engine, name=self.name, life=self.life, metrics=self.metrics)
         routes = (
             ("/v1/chat/completions", "POST", self.chat, True),
@@ -86,7 +94,8 @@ class Routes(Endpoints):
         )
         app = self.build("Sixhooks", routes, origins=config.cors_origin)
         app.add_middleware(Watched, life=self.life, answered=self.metrics.answered, log=config.log_requests)
-        describe_bodies(app)
+        unguarded = {path for path, _, _, guarded in routes if not guarded}
+        describe(app, self.engine.limits, None if self._keys is None else {*unguarded, *self._open_paths})
         return app
 
     # ---- endpoints
@@ -196,7 +205,7 @@ class Routes(Endpoints):
             completions = await until_gone(request.receive, self._collect(count, pieces))
         finally:
             group.abort()
-        return json_response(whole(completions), headers=headers)
+        return await aside(completions, lambda: json_response(whole(completions), headers=headers))
 
     async def _begun(self, request: Request, group: Group, pieces: Pieces) -> Pieces:
         """Wait for the first piece: what was refused before that is no stream but an answer of its own."""
@@ -243,16 +252,20 @@ class Routes(Endpoints):
             yield index, chunk
 
     async def _events(self, count: int, pieces: Pieces, answers: Answers) -> AsyncIterator[dict[str, Any] | str]:
-        """A stream's events. An error in the middle is its last event."""
+        """A stream's events. An error in the middle is its last event.
+
+        Nothing is told before there is a token: clients take the first event for it, and measure by that.
+        """
         ends: dict[int, Chunk] = {}
-        for opening in answers.openings(count):
-            yield opening
+        openings = answers.openings(count)
         try:
             async for index, chunk in pieces:
+                while openings:
+                    yield openings.pop(0)
                 if chunk.finish_reason is not None:
                     ends[index] = chunk
                 if chunk.text or chunk.logprobs or chunk.finish_reason is not None:
-                    event = answers.piece(index, chunk)
+                    event = await aside([chunk], partial(answers.piece, index, chunk))
                     if event is not None:
                         yield event
         except Exception as error:
@@ -279,7 +292,7 @@ class Routes(Endpoints):
         if name not in self._names:
             raise HTTPError(
                 404,
-                f"model {name!r} is not served here; {self.name!r} is",
+                f"model {cut(name)!r} is not served here; {self.name!r} is",
                 "not_found_error",
                 "model",
                 "model_not_found",

@@ -7,10 +7,12 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
+from engine.core.checks import MAX_SALT
 from engine.core.errors import InvalidRequest
 from engine.core.grammar import Grammar
 from engine.core.sampling import SamplingParams
-from engine.plugins.frontends._openai_fields import UNSUPPORTED, Body, Strict
+from engine.plugins.frontends._bounds import InSlices, Off
+from engine.plugins.frontends._openai_fields import MOST_TEXT, UNSUPPORTED, Body, Strict
 from engine.plugins.frontends._openai_formats import ResponseFormat, StructuredOutputs, grammar_of
 from engine.plugins.frontends._openai_tools import Choice, MadeCall, NamedTool, ToolDefinition, Toolset, toolset_of
 
@@ -21,7 +23,7 @@ class StreamOptions(Strict):
     """``include_usage``: a last chunk with the usage. ``include_obfuscation`` must be off."""
 
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: Off | None = None
 
 
 class CacheOptions(Strict):
@@ -29,8 +31,10 @@ class CacheOptions(Strict):
 
     read: bool | None = Field(None, description="its prefix may come from the cache (default true)")
     write: bool | None = Field(None, description="others may find what it computes (default true)")
-    salt: str | None = Field(None, description="separates its cached content from that of other salts")
-    ttl: Any = Field(None, description="not supported")
+    salt: str | None = Field(
+        None, description="separates its cached content from that of other salts", max_length=MAX_SALT
+    )
+    ttl: Any = Field(None, description="not supported", json_schema_extra={"type": "null"})
 
 
 class Asked(Body):
@@ -40,8 +44,8 @@ class Asked(Body):
     priority: int | None = Field(None, description="smaller is more urgent, for schedulers that look at it")
     deadline_ms: int | None = Field(None, description="milliseconds after which it ends, with an error", ge=1)
     cache: CacheOptions | None = None
-    cache_salt: str | None = Field(None, description="the same as cache.salt")
-    user: str | None = Field(None, description="handed to policies as metadata")
+    cache_salt: str | None = Field(None, description="the same as cache.salt", max_length=MAX_SALT)
+    user: str | None = Field(None, description="handed to policies as metadata", max_length=MOST_TEXT)
     metadata: dict[str, str] | None = Field(None, description="handed to policies")
 
     def salt(self) -> str:
@@ -105,8 +109,9 @@ class Sampling(Asked):
     structured_outputs: StructuredOutputs | None = Field(None, description="the same, by vLLM's names")
     prompt_logprobs: int | None = Field(None, description="log-probabilities of the prompt's tokens, so many rivals")
     prompt_cache_key: str | None = Field(
-        None, description="names a conversation: a cache with sessions keeps its prefix for the next turn"
-    )
+        None, description="names a conversation: a cache with sessions keeps its prefix for the next turn",
+        max_length=MOST_TEXT,
+    )  # fmt: skip
 
     def sampling(self) -> SamplingParams:
         """Parameters of the prompt's choices. Raises ``InvalidRequest`` where fields contradict each other."""
@@ -230,13 +235,13 @@ class Message(Strict):
     """One message of a conversation. Fields that an answer of ours carries may come back, empty."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | Annotated[list[Part], InSlices] | None = None
     name: str | None = Field(None, description="accepted and not used: chat templates know no names")
     refusal: None = None
     annotations: Annotated[list[Any] | None, Field(max_length=0)] = None
     audio: None = None
     function_call: None = None
-    tool_calls: list[MadeCall] | None = Field(None, description="calls of an earlier answer")
+    tool_calls: Annotated[list[MadeCall], InSlices] | None = Field(None, description="calls of an earlier answer")
     tool_call_id: str | None = Field(None, description="of the call that a message of role tool answers")
 
     def plain(self) -> dict[str, Any]:
@@ -262,12 +267,14 @@ class Message(Strict):
 class ChatRequest(Sampling):
     """``POST /v1/chat/completions``."""
 
-    messages: list[Message] = Field(description="the conversation so far", min_length=1)
+    messages: Annotated[list[Message], InSlices] = Field(description="the conversation so far", min_length=1)
     max_completion_tokens: int | None = Field(None, description="the newer name of max_tokens")
     logprobs: bool | None = Field(None, description="report the log-probability of each token")
     top_logprobs: int | None = Field(None, description="… and those of so many rivals")
     reasoning_effort: Literal["none"] | None = None
-    tools: list[ToolDefinition] | None = Field(None, description="functions that the model may call")
+    tools: Annotated[list[ToolDefinition], InSlices] | None = Field(
+        None, description="functions that the model may call"
+    )
     tool_choice: Choice | None = Field(None, description="none, auto (the default), required, or one of the tools")
     parallel_tool_calls: bool | None = Field(None, description="several calls in one answer (default true)")
 

@@ -17,6 +17,7 @@ from engine.core.keys import Keys
 from engine.core.protocols import Frontend, PluginOptions, ToolParser
 from engine.core.registry import make
 from engine.core.serve.client import AsyncEngine
+from engine.plugins.frontends._bounds import MOST_PARTS
 from engine.plugins.frontends._door import Door
 from engine.plugins.frontends._life import Life
 from engine.plugins.frontends._openai_routes import Routes
@@ -36,6 +37,7 @@ class OpenAIOptions(PluginOptions):
 
     served_model_name: str | None = Field(None, description="name that clients use for the model (default: its own)")
     max_body_bytes: int = Field(8 * 2**20, ge=1024, description="largest request body; more is answered with 413")
+    max_body_parts: int = Field(MOST_PARTS, ge=64, description="most lists and objects in a request body")
     engine_death_grace_s: float = Field(
         30.0, ge=0, description="seconds to answer 503 after the engine died, then exit"
     )
@@ -105,6 +107,7 @@ class OpenAIFrontend(Frontend):
             name=options.served_model_name or engine.model.name,
             keys=self._keys if api_key is None else Keys([api_key]),
             max_body_bytes=options.max_body_bytes,
+            max_body_parts=options.max_body_parts,
             slow_reader_s=options.slow_reader_s,
             open_paths=options.open_paths,
         )

@@ -62,12 +62,13 @@ def test_stop_strings_wherever_tokens_end(
     assert (completion.finish_reason, completion.detail) == (("stop", matched) if matched else ("length", None))
 
 
+@pytest.mark.parametrize("cuts", [1, 2, 4, 6])
 @pytest.mark.parametrize(("least", "expected"), [(0, "a"), (1, "a"), (3, "a b a"), (6, "a b a b a")])
-def test_no_stop_before_min_tokens(tokenizer: Any, least: int, expected: str) -> None:
+def test_no_stop_before_min_tokens(tokenizer: Any, least: int, expected: str, cuts: int) -> None:
     tokens = tokenizer.encode("a b a b a b")
     assert len(tokens) == 6
     params = SamplingParams(stop=(" b",), min_tokens=least)
-    assert stream(tokenizer, tokens, params).text == expected
+    assert stream(tokenizer, tokens, params, cuts).text == expected
 
 
 @pytest.mark.parametrize("include", [False, True])

@@ -69,6 +69,21 @@ def test_stream_joined_is_the_whole_answer(server: Any, path: str, body: dict[st
     assert len({part["id"] for part in parts}) == 1
 
 
+def test_nothing_is_told_before_there_is_a_token(start: Any) -> None:
+    """Load clients take the first event for the first token. What ends in the queue has no beginning."""
+    server = start("--executor", "sim", "--executor.step-ms", "2", "--max-running", "1")
+    with server.http.stream("POST", "/v1/completions", json={**GOOD, "max_tokens": 8000, "stream": True}) as running:
+        lines = running.iter_lines()
+        next(lines)
+        late = httpx.post(f"{server.url}/v1/chat/completions", json={**CHAT, "stream": True, "deadline_ms": 100})
+    assert late.status_code == 200
+    assert json.loads(late.text.strip().removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
+    server.idle()
+    first, second, *_ = server.events("/v1/chat/completions", {**CHAT, "n": 2})
+    deltas = [event["choices"][0] for event in (first, second)]
+    assert [(one["index"], one["delta"]["role"]) for one in deltas] == [(0, "assistant"), (1, "assistant")]
+
+
 def test_stream_without_usage_has_none(server: Any) -> None:
     assert all("usage" not in event for event in server.events("/v1/completions", GOOD))
 
@@ -116,6 +131,8 @@ def test_fields_without_effect_are_accepted(server: Any) -> None:
     harmless = {"frequency_penalty": 0, "presence_penalty": 0.0, "logprobs": None, "logit_bias": {}, "echo": False}
     harmless |= {"best_of": 1, "suffix": None, "top_k": -1, "top_p": 1, "stop": None, "priority": 1}
     harmless |= {"user": "me", "metadata": {"team": "a"}}
+    for clamped in ({"top_k": V + 1}, {"top_k": 0}, {"temperature": 1e-9}):
+        assert complete(server, **clamped)["choices"] == complete(server)["choices"]
     assert complete(server, **harmless)["choices"] == complete(server)["choices"]
     chat = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "logprobs": False, "store": False}
     assert server.http.post("/v1/chat/completions", json={**CHAT, **chat}).status_code == 200
@@ -280,7 +297,8 @@ def test_bad_requests_name_field_and_limit(
         (b"\xff\xfe", "not valid JSON"),
         (b'{"prompt": "a", "temperature": NaN}', "not valid JSON"),
         (b'{"prompt": "a", "temperature": 1e999}', "not valid JSON"),
-        (b"[" * 100_000, "not valid JSON"),
+        (b"[" * 10_000, "not valid JSON"),
+        (b"[" * 100_000, "at most 16384"),
         (b"[1]", "must be a JSON object"),
         (b"{}", "is required"),
     ],
@@ -343,6 +361,13 @@ def test_the_length_limit_is_the_one_enforced(start: Any) -> None:
     assert (choice["finish_reason"], choice["finish_detail"]) == ("length", "kv_capacity")
     late = server.http.post("/v1/completions", json={**GOOD, "prompt": [1] * 10, "max_tokens": 91})
     assert late.status_code == 400
+    for length, limit in ((63, None), (64, None), (65, "the whole KV pool holds 64"), (99, "64"), (100, "at most 99")):
+        answer = server.http.post("/v1/completions", json={**GOOD, "prompt": [1] * length, "max_tokens": None})
+        assert answer.status_code == (400 if limit else 200), answer.text
+        assert limit is None or (limit in answer.text and str(length) in answer.text)
+    for wrong in (0, -1, 10**30):
+        answer = server.http.post("/v1/completions", json={**GOOD, "max_tokens": wrong})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "max_tokens")
 
 
 @pytest.mark.parametrize("fields", [{"top_k": 2**70, "n": 128, "max_tokens": 2}, {"priority": 2**64, "n": 100},

@@ -9,7 +9,9 @@ import re
 import signal
 import socket
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import httpx
@@ -105,13 +107,15 @@ def test_finished_requests_are_not_aborted(server: Any) -> None:
     assert after[length] == before[length] + 5
 
 
-def test_fifty_streams_leave_at_once(server: Any) -> None:
+def test_two_hundred_streams_leave_at_once(server: Any) -> None:
+    """Those that run (64) and those that wait."""
     before = server.idle()
-    connections = [raw(server, "/v1/completions", {**LONG, "prompt": [n], "stream": True}) for n in range(50)]
-    server.until_metric("engine_requests_running", 50)
+    connections = [raw(server, "/v1/completions", {**LONG, "prompt": [n], "stream": True}) for n in range(200)]
+    server.until_metric("engine_requests_running", 64)
+    server.until_metric("engine_requests_waiting", 136)
     for connection in connections:
         connection.close()
-    server.until_metric(ABORTED, before[ABORTED] + 50)
+    server.until_metric(ABORTED, before[ABORTED] + 200)
     after = server.idle()
     ended = {name: value for name, value in after.items() if name.startswith("engine_requests_ended_total")}
     assert sum(ended.values()) == after["engine_requests_accepted_total"]
@@ -137,6 +141,35 @@ def test_metrics_agree_with_what_clients_saw(start: Any) -> None:
     assert now["engine_request_seconds_count"] == 6
     assert seen - 18 <= now["engine_inter_token_seconds_count"] <= seen - 6  # first tokens that come together have none
     assert now["engine_up"] == 1
+
+
+def test_every_end_is_counted_under_its_reason(start: Any) -> None:
+    """Ground truth of the client's side, for every reason there is; a failing step is one of them."""
+    server = start("--executor", "faulty_executor:FaultyExecutor", "--executor.step-ms", "2", "--executor.eos-id", "2")
+    ask = partial(server.http.post, "/v1/completions")
+    text = ask(json=GOOD).json()["choices"][0]["text"]  # length
+    seen = Counter({"length": 1})
+    for body, status, reason in (
+        ({**GOOD, "stop": text[3:5]}, 200, "stop"),
+        ({**GOOD, "prompt": [ROW_ERROR]}, 500, "error"),
+        ({**GOOD, "prompt": [RAISE]}, 500, "error"),
+        ({**LONG, "deadline_ms": 50}, 408, "timeout"),
+        ({**GOOD, "max_tokens": -1}, 400, None),
+    ):
+        assert ask(json=body).status_code == status
+        seen.update([reason] if reason else [])
+    gone = raw(server, "/v1/completions", {**LONG, "n": 3, "stream": True})
+    server.until_metric("engine_requests_running", 3)
+    gone.close()
+    server.until_metric(ABORTED, 3)
+    seen["abort"] = 3
+    now = server.idle()
+    ends = {name.split('"')[1]: n for name, n in now.items() if name.startswith("engine_requests_ended_total")}
+    assert ends == seen
+    assert now["engine_requests_accepted_total"] == seen.total()
+    known = {re.findall(r'finished_reason="(\w+)"', name)[0]: n for name, n in now.items() if "request_success" in name}
+    assert {name: n for name, n in known.items() if n} == {"length": 1, "stop": 1, "error": 2, "abort": 4}
+    assert (now["engine_requests_running"], now["engine_requests_waiting"], now["engine_kv_pages_pinned"]) == (0, 0, 0)
 
 
 # ---- the engine dies
@@ -278,19 +311,26 @@ def test_in_process_engine_serves_the_same(start: Any, server: Any) -> None:
     assert other.stop() == 0
 
 
-def test_a_reader_that_takes_nothing_is_let_go(start: Any) -> None:
+@pytest.mark.parametrize("more", [{}, {"logprobs": 5}], ids=["nothing", "a byte now and then"])
+def test_a_reader_that_takes_too_little_is_let_go(start: Any, more: dict[str, Any]) -> None:
     server = start("--executor", "sim", "--executor.step-ms", "1", "--frontend.slow-reader-s", "1")
     host, port = server.url.removeprefix("http://").split(":")
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect((host, int(port)))
     data = json.dumps(
-        {"prompt": [[n] for n in range(8)], "max_tokens": 7900, "stream": True, "temperature": 0}
+        {"prompt": [[n] for n in range(8)], "max_tokens": 7900, "stream": True, "temperature": 0, **more}
     ).encode()
     connection.sendall(
         f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
     )
-    server.until_metric(ABORTED, 8)
+    for _ in range(600):
+        if server.metrics()[ABORTED] == 8:
+            break
+        if more:
+            connection.recv(1)
+        time.sleep(0.05)
     assert server.idle()["engine_kv_pages_pinned"] == 0
+    assert server.metrics()[ABORTED] == 8
     assert server.http.get("/health").json()["open_requests"] == 0
     connection.close()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 LONG = {"prompt": [1, 2, 3], "max_tokens": 8000, "temperature": 0}
 GOOD = {"prompt": [1, 2, 3], "max_tokens": 8, "temperature": 0}
@@ -28,8 +29,10 @@ def ready(server: Any) -> tuple[int, dict[str, Any]]:
 
 
 def stream(server: Any, body: dict[str, Any], lines: list[str]) -> None:
-    with httpx.stream("POST", f"{server.url}/v1/completions", json={**body, "stream": True}, timeout=60) as answer:
-        lines += [line for line in answer.iter_lines() if line]
+    url = server if isinstance(server, str) else server.url
+    with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}, timeout=60) as answer:
+        for line in filter(None, answer.iter_lines()):
+            lines.append(line)
 
 
 def running(server: Any, count: int) -> bool:
@@ -107,7 +110,8 @@ def test_whoever_does_not_end_in_time_is_told(start: Any) -> None:
     assert "Traceback" not in server.output
 
 
-def test_a_second_signal_ends_at_once(start: Any) -> None:
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT], ids=["TERM", "INT"])
+def test_a_second_signal_ends_at_once(start: Any, second: int) -> None:
     server = start("--executor", "sim", "--executor.step-ms", "5", "--drain-timeout", "3600")
     lines: list[str] = []
     with ThreadPoolExecutor(1) as pool:
@@ -115,7 +119,7 @@ def test_a_second_signal_ends_at_once(start: Any) -> None:
         server.until(lambda: running(server, 1), "it runs")
         server.process.send_signal(signal.SIGTERM)
         server.until(lambda: ready(server)[1]["state"] == "draining", "it drains")
-        assert server.stop(signal.SIGINT) == 0
+        assert server.stop(second) == 0
         assert cut.exception() is None or isinstance(cut.exception(), httpx.RemoteProtocolError)
     assert "data: [DONE]" not in lines
     assert not os.path.exists(f"/proc/{server.core_pid}")
@@ -183,7 +187,8 @@ def test_a_full_disk_for_logs_ends_nothing(launch: Any) -> None:
     with open("/dev/full", "w") as full:
         process = subprocess.Popen(
             [sys.executable, "-c", "from engine.cli import main; main()", "serve", "--port", str(port), "--executor",
-             "faulty_executor:FaultyExecutor", "--log-requests", "true"],
+             "faulty_executor:FaultyExecutor", "--log-requests", "true", "--executor.step-ms", "2",
+             "--drain-timeout", "0.3"],
             stdout=full, stderr=full, env={**os.environ, "PYTHONPATH": str(FAULTS)},
         )  # fmt: skip
     try:
@@ -198,9 +203,15 @@ def test_a_full_disk_for_logs_ends_nothing(launch: Any) -> None:
             launch.until(is_ready, "it listens")
             bad = http.post("/v1/completions", json={**GOOD, "prompt": [RAISE]})
             assert (bad.status_code, bad.json()["error"]["code"]) == (500, "request_failed")
-            for _ in range(20):
-                assert http.post("/v1/completions", json=GOOD).status_code == 200
-        process.send_signal(signal.SIGTERM)
+            lines: list[str] = []
+            with ThreadPoolExecutor(1) as pool:
+                opened = pool.submit(stream, f"http://127.0.0.1:{port}", LONG, lines)
+                for _ in range(20):
+                    assert http.post("/v1/completions", json=GOOD).status_code == 200
+                launch.until(lambda: lines, "the stream goes on")
+                process.send_signal(signal.SIGTERM)
+                opened.result()
+            assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "shutting_down"
         assert process.wait(PATIENCE) == 0
     finally:
         if process.poll() is None:
@@ -211,7 +222,7 @@ def test_a_full_disk_for_logs_ends_nothing(launch: Any) -> None:
 def test_bodies_that_ask_for_too_much_are_refused_quickly(server: Any) -> None:
     accepted = server.metrics()["engine_requests_accepted_total"]
     for body, field in (
-        ({**GOOD, "prompt": [[1]] * 100_000}, "prompt"),
+        ({**GOOD, "prompt": [[1]] * 100_000}, "body"),
         ({**GOOD, "prompt": ["x"] * 100_000}, "prompt"),
         ({**GOOD, "n": 10**6}, "n"),
         ({**GOOD, "prompt_logprobs": -1}, "prompt_logprobs"),

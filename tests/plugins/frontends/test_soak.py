@@ -30,6 +30,31 @@ def test_half_of_many_streams_are_cut(tmp_path: Path) -> None:
     assert found["completed"] > 100
 
 
+def flood(tmp_path: Path, what: str, *flags: str, timeout: float) -> dict[str, Any]:
+    file = tmp_path / "flood.json"
+    done = subprocess.run([sys.executable, str(SOAK.with_name("flood.py")), what, "--json", str(file), *flags],
+                          capture_output=True, text=True, timeout=timeout)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def test_requests_leave_no_objects_behind(tmp_path: Path) -> None:
+    found = flood(tmp_path, "objects", "--requests", "2000", timeout=200)
+    assert found["statuses"] == {"200": 2200}
+
+
+def test_what_there_is_no_room_for_is_told_so(tmp_path: Path) -> None:
+    found = flood(tmp_path, "overload", "--seconds", "4", "--max-slope", "1000", timeout=200)
+    assert found["statuses"].keys() == {"200", "429"}
+
+
+@pytest.mark.slow
+def test_memory_is_flat_after_two_hundred_thousand_requests_and_under_ten_times_the_load(tmp_path: Path) -> None:
+    flood(tmp_path, "tiny", timeout=3600)
+    flood(tmp_path, "overload", timeout=1200)
+
+
 @pytest.mark.slow
 def test_memory_is_flat_after_ten_minutes(tmp_path: Path) -> None:
     found = soak(tmp_path, "--seconds", "600", "--streams", "200", "--max-slope", "1.0", timeout=1200)

@@ -1,0 +1,82 @@
+"""The bounds of a request's fields, said in ``/openapi.json``. The validator is what enforces them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from engine.core.checks import MAX_INT, MAX_SALT
+from engine.core.protocols import Limits
+from engine.core.validate import (
+    MAX_BIAS,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    MAX_SECONDS,
+    MAX_SEED,
+    MAX_TEMPERATURE,
+)
+
+COMPUTED = ("ChatRequest", "CompletionRequest", "ResponsesRequest", "EmbeddingRequest")
+NUMBERS, ARRAYS = ("integer", "number"), ("array",)
+
+
+def say_bounds(schemas: Mapping[str, dict[str, Any]], limits: Limits) -> None:
+    """Add bounds to the schemas of bodies. Mutates."""
+    token = {"minimum": 0, "maximum": limits.vocab_size - 1}
+    numbers, arrays = _numbers(limits), {"stop": limits.max_stop_strings, "stop_token_ids": limits.max_stop_token_ids}
+    for name in COMPUTED:
+        fields = schemas[name]["properties"]
+        for field, bounds in numbers.items():
+            for branch in _branches(fields.get(field, {}), NUMBERS):
+                branch.update(bounds)
+        for field, most in arrays.items():
+            for branch in _branches(fields.get(field, {}), ARRAYS):
+                branch["maxItems"] = most
+        for branch in _branches(fields.get("stop_token_ids", {}), ARRAYS):
+            branch["items"].update(token)
+        for branch in _branches(fields.get("logit_bias", {}), ("object",)):
+            branch["additionalProperties"].update({"minimum": -MAX_BIAS, "maximum": MAX_BIAS})
+            branch["maxProperties"] = limits.max_logit_bias
+    ids = {"type": "array", "minItems": 1, "items": {"type": "integer", **token}}
+    texts = {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}}
+    shapes = [{"type": "string", "minLength": 1}, texts, ids, {"type": "array", "minItems": 1, "items": ids}]
+    schemas["CompletionRequest"]["properties"]["prompt"]["anyOf"] = shapes
+    schemas["EmbeddingRequest"]["properties"]["input"]["anyOf"] = shapes
+    schemas["DetokenizeRequest"]["properties"]["tokens"]["items"].update(token)
+    explain = schemas["ExplainRequest"]["properties"]
+    explain["prompt"] = {"anyOf": [shapes[0], ids]}
+    explain["cache_salt"]["maxLength"] = MAX_SALT
+
+
+def _numbers(limits: Limits) -> dict[str, dict[str, Any]]:
+    penalty: dict[str, Any] = {"minimum": -MAX_PENALTY, "maximum": MAX_PENALTY}
+    wide = {"minimum": -MAX_SEED, "maximum": MAX_SEED - 1}
+    length = {"minimum": 0, "maximum": limits.max_model_len - 1}
+    rivals = {"minimum": 0, "maximum": limits.max_logprobs}
+    return {
+        "n": {"minimum": 1, "maximum": limits.max_n},
+        "max_tokens": length,
+        "max_completion_tokens": {**length, "minimum": 1},
+        "max_output_tokens": {**length, "minimum": 1},
+        "min_tokens": length,
+        "temperature": {"minimum": 0, "maximum": MAX_TEMPERATURE},
+        "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+        "top_k": {"minimum": -1, "maximum": MAX_INT - 1},
+        "min_p": {"minimum": 0, "maximum": 1},
+        "repetition_penalty": {"exclusiveMinimum": 0, "maximum": MAX_REPETITION_PENALTY},
+        "presence_penalty": penalty,
+        "frequency_penalty": penalty,
+        "seed": wide,
+        "priority": wide,
+        "logprobs": rivals,
+        "top_logprobs": rivals,
+        "prompt_logprobs": rivals,
+        "deadline_ms": {"minimum": 1, "maximum": int(MAX_SECONDS * 1000)},
+    }
+
+
+def _branches(schema: dict[str, Any], kinds: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """Those alternatives of a field's schema that are of one of these types."""
+    for branch in schema.get("anyOf", [schema]):
+        if branch.get("type") in kinds:
+            yield branch

@@ -1,0 +1,254 @@
+"""No request is larger than it may be: not by what its body holds, nor by what it is told back (case B51)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine import AsyncEngine, EngineConfig, InvalidRequest
+from engine.core.outputs import Chunk
+from engine.core.sampling import TokenLogprobs
+from engine.plugins.frontends._aside import MUCH, aside
+from engine.plugins.frontends._bounds import AT_ONCE, STRINGS_A_PART, check_parts
+from engine.plugins.frontends.openai import OpenAIFrontend, OpenAIOptions
+
+GOOD = {"prompt": [1, 2, 3], "max_tokens": 2, "temperature": 0}
+TURN = {"role": "user", "content": "hi"}
+CHAT = {"messages": [TURN], "max_tokens": 2}
+MANY = 20_000  # lists, objects: more than a body may have
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.text(alphabet='ab"\\[]{},:é\n', max_size=6),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(alphabet='a"\\{[,', max_size=3), inner, max_size=3)
+    ),
+    max_leaves=20,
+)
+
+
+def counted(value: Any) -> tuple[int, int, int]:
+    """Lists and objects, strings, and separators of elements."""
+    if isinstance(value, str):
+        return 0, 1, 0
+    if not isinstance(value, dict | list):
+        return 0, 0, 0
+    inner = [*value, *value.values()] if isinstance(value, dict) else value
+    counts = [counted(one) for one in inner]
+    parts, strings, elements = (sum(one[at] for one in counts) for at in range(3))
+    return parts + 1, strings, elements + max(0, len(value) - 1)
+
+
+@given(JSON, st.integers(0, 6), st.none() | st.integers(0, 8))
+def test_what_is_counted_is_what_is_there(value: Any, most: int, elements: int | None) -> None:
+    parts, strings, separators = counted(value)
+    over = parts > most or strings > most * STRINGS_A_PART or (elements is not None and separators > elements)
+    body = json.dumps(value, ensure_ascii=False).encode()
+    if over:
+        with pytest.raises(InvalidRequest, match="at most") as caught:
+            check_parts(body, most, elements)
+        assert (caught.value.field, caught.value.code) == ("body", "above_limit")
+    else:
+        check_parts(body, most, elements)
+
+
+@given(st.binary(max_size=40), st.integers(0, 3))
+def test_what_is_no_json_is_counted_too(body: bytes, most: int) -> None:
+    """No fault but one, and that only where there are as many marks."""
+    marks = sum(map(body.count, (b"[", b"{", b'"', b",")))
+    with contextlib.suppress(InvalidRequest) if marks > most else contextlib.nullcontext():
+        check_parts(body, most, most)
+
+
+@pytest.fixture(scope="module")
+def app() -> Iterator[Any]:
+    engine = AsyncEngine.launch(EngineConfig.model_validate({"executor": "sim"}), in_process=True)
+    yield OpenAIFrontend().app(engine)
+    engine.shutdown()
+
+
+def post(app: Any, path: str, body: dict[str, Any]) -> httpx.Response:
+    async def ask() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as http:
+            return await http.post(path, json=body)
+
+    return asyncio.run(ask())
+
+
+def refused(app: Any, path: str, body: dict[str, Any], param: str, code: str = "above_limit") -> str:
+    answer = post(app, path, body)
+    assert answer.status_code == 400, answer.text[:500]
+    error = answer.json()["error"]
+    assert (error["param"], error["code"]) == (param, code), error
+    assert len(answer.content) < 1000
+    return str(error["message"])
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {**GOOD, "prompt": [[1]] * MANY}),
+        ("/v1/completions", {**GOOD, "prompt": ["x"] * 10 * MANY}),
+        ("/v1/completions", {**GOOD, "prompt": [1] * (2**20 + MANY)}),
+        ("/v1/completions", {**GOOD, "metadata": {str(n): "" for n in range(10 * MANY)}}),
+        ("/v1/completions", {**GOOD, "logit_bias": {str(n): 1 for n in range(10 * MANY)}}),
+        ("/v1/completions/render", {**GOOD, "prompt": [[1]] * MANY}),
+        ("/v1/chat/completions", {"messages": [TURN] * MANY}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * MANY}]}),
+        ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function", "function": {"name": "f"}}] * MANY}),
+        ("/v1/responses", {"input": [{"type": "nonsense"}] * MANY}),
+        ("/tokenize", {"messages": [TURN] * MANY}),
+        ("/detokenize", {"tokens": [1] * (2**20 + MANY)}),
+        ("/v1/cache/explain", {"prompt": [1] * (2**20 + MANY)}),
+        ("/v1/cache/flush", {"tiers": [[]] * MANY}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(name for name in value if name not in ("max_tokens",)),
+)
+def test_more_than_a_body_may_hold(app: Any, path: str, body: dict[str, Any]) -> None:
+    assert "at most" in refused(app, path, body, "body")
+
+
+def test_text_is_not_counted(app: Any) -> None:
+    """As much text as there is room for, whatever is written in it."""
+    text = '{"a": [1, 2], "b": ["x"]}, ' * 900
+    answer = post(app, "/v1/completions/render", {"prompt": text})
+    assert answer.status_code == 400  # it has too many tokens, and is not refused before that is known
+    assert answer.json()["error"]["param"] == "prompt"
+    small = post(app, "/tokenize", {"prompt": '[{"' * 6000})
+    assert small.status_code == 200
+    assert small.json()["count"] > 1000
+
+
+def test_a_lower_bound_may_be_set() -> None:
+    engine = AsyncEngine.launch(EngineConfig.model_validate({"executor": "sim", "max_waiting": 1}), in_process=True)
+    try:
+        app = OpenAIFrontend(OpenAIOptions(max_body_parts=64)).app(engine)
+        body = {"messages": [{**TURN, "content": "word " * 80}] * 80}
+        assert "at most 65" in refused(app, "/v1/chat/completions", body, "body")  # 64 run, 1 waits: so many prompts
+    finally:
+        engine.shutdown()
+
+
+@pytest.mark.parametrize("at", [0, AT_ONCE - 1, AT_ONCE, 3 * AT_ONCE + 5])
+def test_a_fault_in_a_long_list_is_named_at_its_place(app: Any, at: int) -> None:
+    turns: list[dict[str, Any]] = [TURN] * (4 * AT_ONCE)
+    turns = [*turns[:at], {"role": "bob", "content": "{x}"}, *turns[at + 1 :]]
+    assert "'user'" in refused(
+        app, "/v1/chat/completions", {"messages": turns}, f"messages[{at}].role", "invalid_value"
+    )
+    words = refused(app, "/v1/responses", {"input": turns}, f"input[{at}].role", "invalid_value")
+    assert "'user'" in words
+
+
+def test_a_long_conversation_is_served(app: Any) -> None:
+    answer = post(app, "/v1/chat/completions/render", {"messages": [{**TURN, "content": "a"}] * 900})
+    assert answer.status_code == 200
+    assert answer.json()["data"][0]["prompt"].count("user\na") == 900
+
+
+LONG = "k" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({**GOOD, LONG: 1}, 400),
+        ({**GOOD, "cache": {LONG: 1}}, 400),
+        ({**GOOD, "logit_bias": {LONG: 1}}, 400),
+        ({**GOOD, "logit_bias": {LONG: "x"}}, 400),
+        ({**GOOD, "metadata": {LONG: 1}}, 400),
+        ({**GOOD, "temperature": LONG}, 400),
+        ({**GOOD, "model": LONG}, 404),
+        ({**GOOD, "best_of": LONG}, 400),
+    ],
+    ids=lambda value: ascii(value)[46:70],
+)
+def test_what_clients_made_up_is_not_told_back_at_length(app: Any, body: dict[str, Any], status: int) -> None:
+    answer = post(app, "/v1/completions", body)
+    assert answer.status_code == status
+    assert len(answer.content) < 1000
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"metadata": {"a": "x" * 70_000}}, "metadata", "above_limit"),
+        ({"metadata": {str(n): "" for n in range(20_000)}}, "metadata", "above_limit"),
+        ({"user": "x" * 1025}, "user", "invalid_value"),
+        ({"prompt_cache_key": "x" * 1025}, "prompt_cache_key", "invalid_value"),
+        ({"cache_salt": "x" * 1025}, "cache_salt", "invalid_value"),
+        ({"cache": {"salt": "x" * 1025}}, "cache.salt", "invalid_value"),
+        ({"n": 128, "logprobs": 20, "max_tokens": 1000}, "logprobs", "above_limit"),
+        ({"n": 128, "logprobs": 20, "max_tokens": None}, "logprobs", "above_limit"),
+        ({"prompt": [[1]] * 1000, "logprobs": 20, "max_tokens": 100}, "logprobs", "above_limit"),
+    ],
+    ids=str,
+)
+def test_what_every_choice_carries_or_brings_is_bounded(
+    app: Any, fields: dict[str, Any], param: str, code: str
+) -> None:
+    refused(app, "/v1/completions", {**GOOD, **fields}, param, code)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {**GOOD, "stream": True, "stream_options": {"include_obfuscation": 0}},
+         "stream_options.include_obfuscation"),
+        ("/v1/responses", {"input": "x", "store": 0}, "store"),
+        ("/v1/responses", {"input": "x", "background": 0}, "background"),
+        ("/v1/responses", {"input": "x", "background": True}, "background"),
+        ("/v1/completions", {**GOOD, "structured_outputs": {"choice": ["a"], "disable_any_whitespace": 0}},
+         "structured_outputs.disable_any_whitespace"),
+    ],
+)  # fmt: skip
+def test_nought_is_not_false(app: Any, path: str, body: dict[str, Any], param: str) -> None:
+    refused(app, path, body, param, "invalid_value")
+
+
+def test_blanks_without_end_are_refused_before_all_are_read(app: Any) -> None:
+    """They have few tokens a character: looks at the beginning grow, until there are too many."""
+    words = refused(app, "/v1/completions", {**GOOD, "prompt": " " * 2_000_000}, "prompt")
+    assert "of which the first 1048576 alone" in words
+
+
+def test_large_answers_are_put_into_words_elsewhere() -> None:
+    import threading
+
+    one = TokenLogprobs(1, -1.0, 1, (1, 2, 3), (-1.0, -2.0, -3.0))
+
+    async def where(count: int) -> int:
+        return await aside([Chunk("x", (1,), logprobs=(one,) * count)], threading.get_ident)
+
+    async def main() -> None:
+        here = threading.get_ident()
+        assert await where(0) == await where(MUCH // 4) == here
+        assert await where(MUCH // 4 + 1) != here
+
+    asyncio.run(main())
+
+
+def test_health_is_answered_while_bodies_are_refused_and_answers_are_large(server: Any) -> None:
+    """Nothing of it is done where health is answered."""
+    bodies: list[tuple[str, Any]] = [
+        ("/v1/completions", {**GOOD, "prompt": [[1]] * 1_500_000}),
+        ("/v1/responses", {"input": [{"type": "x"}] * 500_000}),
+        ("/v1/completions", {**GOOD, "prompt": list(range(3000)), "logprobs": 20, "echo": True}),
+    ]
+    for path, body in bodies:
+        data = json.dumps(body, separators=(",", ":")).encode()
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(httpx.post, f"{server.url}{path}", content=data, timeout=60)
+            slowest = 0.0
+            while not asked.done():
+                slowest = max(slowest, server.http.get("/health/live").elapsed.total_seconds())
+        assert asked.result().status_code == (200 if "echo" in body else 400)
+        assert slowest < 5  # generous: where it is done in one go it takes many times as long
