@@ -80,7 +80,7 @@ class Outgoing:
 
     def _save(self, request: Request) -> None:
         """Hand on the whole pages that each sink has not been given yet, as far as its share of the pool goes."""
-        if not request.write_cache:
+        if not request.write_cache or request.cache_ttl is not None:  # no store forgets in time
             return
         core, size = self._core, self._core.limits.page_size
         full = min(request.computed, request.num_tokens) // size

@@ -87,6 +87,7 @@ class Core(Protocol):
         metadata: dict[str, Any] | None = None,
         read_cache: bool = True,
         write_cache: bool = True,
+        cache_ttl: float | None = None,
         deadline: float | None = None,
     ) -> Any:
         """Queue a request. Raises ``InvalidRequest`` or ``QueueFull``."""
@@ -172,6 +173,7 @@ class Intake:
                     metadata=item.metadata,
                     read_cache=item.read_cache,
                     write_cache=item.write_cache,
+                    cache_ttl=item.cache_ttl,
                     deadline=item.deadline,
                 )
             except QueueFull:

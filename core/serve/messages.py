@@ -29,6 +29,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     read_cache: bool = True
     write_cache: bool = True
     deadline: float | None = None
+    cache_ttl: float | None = None
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):

@@ -79,6 +79,7 @@ class Preparer:
                     tokens=self._tokens(prompt), params=params, request_id=request_id, priority=wish.priority or 0,
                     salt=wish.salt(), metadata=wish.tags(), read_cache=cache is None or cache.read is not False,
                     write_cache=cache is None or cache.write is not False,
+                    cache_ttl=wish.cache_ttl(),
                     deadline=None if wish.deadline_ms is None else wish.deadline_ms / 1000,
                 )  # fmt: skip
                 ask.check(self._engine.limits)

@@ -11,7 +11,7 @@ from pydantic import Field
 from engine.core.errors import InvalidRequest
 from engine.core.grammar import Grammar
 from engine.core.tools import Tool
-from engine.plugins.frontends._openai_fields import UNSUPPORTED, Body, Strict
+from engine.plugins.frontends._openai_fields import Body, Strict
 from engine.plugins.frontends._openai_schema import CacheOptions, ChatRequest
 from engine.plugins.frontends._openai_tools import NAME, Toolset, toolset_of
 
@@ -139,8 +139,6 @@ class ResponsesRequest(Body):
         request = super().parse(body)
         if request.stream_options is not None and not request.stream:
             raise InvalidRequest("stream_options", "is only allowed when stream is true")
-        if request.cache is not None and request.cache.ttl is not None:
-            raise InvalidRequest("cache.ttl", "is not supported", code=UNSUPPORTED)
         if request.input == []:
             raise InvalidRequest("input", "is empty")
         return request

@@ -10,6 +10,7 @@ from pydantic import Field
 from engine.core.errors import InvalidRequest
 from engine.core.grammar import Grammar
 from engine.core.sampling import SamplingParams
+from engine.core.validate import MAX_SECONDS
 from engine.plugins.frontends._openai_fields import UNSUPPORTED, Body, Strict
 from engine.plugins.frontends._openai_formats import ResponseFormat, StructuredOutputs, grammar_of
 from engine.plugins.frontends._openai_tools import Choice, MadeCall, NamedTool, ToolDefinition, Toolset, toolset_of
@@ -30,7 +31,12 @@ class CacheOptions(Strict):
     read: bool | None = Field(None, description="its prefix may come from the cache (default true)")
     write: bool | None = Field(None, description="others may find what it computes (default true)")
     salt: str | None = Field(None, description="separates its cached content from that of other salts")
-    ttl: Any = Field(None, description="not supported")
+    ttl: float | None = Field(
+        None,
+        description="seconds that others may find it for (default: until its memory is needed)",
+        gt=0,
+        le=MAX_SECONDS,
+    )
 
 
 class Sampling(Body):
@@ -117,6 +123,14 @@ class Sampling(Body):
             raise InvalidRequest("cache_salt", "differs from cache.salt: give one of them")
         return new or self.cache_salt or ""
 
+    def cache_ttl(self) -> float | None:
+        """Seconds that others may find what it writes. Raises ``InvalidRequest`` where it writes nothing."""
+        if self.cache is None or self.cache.ttl is None:
+            return None
+        if self.cache.write is False:
+            raise InvalidRequest("cache.ttl", "is for what others find, and with cache.write false they find nothing")
+        return self.cache.ttl
+
     def tags(self) -> dict[str, Any]:
         """What policies may read of the request."""
         named = {"user": self.user, "session": self.prompt_cache_key}
@@ -140,9 +154,6 @@ class Sampling(Body):
         if request.stream and request.prompt_logprobs is not None:
             words = "is not available when stream is true: ask for echo and logprobs, or for the whole answer"
             raise InvalidRequest("prompt_logprobs", words, code=UNSUPPORTED)
-        if request.cache is not None and request.cache.ttl is not None:
-            words = "is not supported: cached content lives until its memory is needed"
-            raise InvalidRequest("cache.ttl", words, code=UNSUPPORTED)
         return request
 
 

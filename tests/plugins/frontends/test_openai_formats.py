@@ -96,7 +96,7 @@ def test_an_answer_that_is_cut_says_so(guided: Any) -> None:
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "not supported"),
         ({"structured_outputs": {"regex": "(x"}}, "structured_outputs.regex", "cannot be compiled"),
         ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs.grammar", "cannot be compiled"),
-        ({"structured_outputs": {"grammar": "root ::= x"}}, "structured_outputs.grammar", "kind ebnf are not available"),
+        ({"structured_outputs": {"grammar": "root ::= x"}}, "structured_outputs.grammar", "of kind ebnf are not"),
         ({"structured_outputs": {"json": {"uniqueItems": True}}}, "structured_outputs.json", "uniqueItems"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least one text"),
         ({"structured_outputs": {"regex": "x" * 70_000}}, "structured_outputs.regex", "at most 65536"),

@@ -172,7 +172,7 @@ def test_what_has_no_number_in_json_is_at_the_floor() -> None:
         ({"temprature": 1}, "unknown_field"),
         ({"tools": [{}]}, "unsupported"),
         ({"best_of": 3}, "unsupported"),
-        ({"cache": {"ttl": 1}}, "unsupported"),
+        ({"cache": {"ttl": 0}}, "invalid_value"),
         ({"prompt": [1] * 9000}, "above_limit"),
         ({"max_tokens": 10**6}, "above_limit"),
         ({"n": 200}, "above_limit"),
