@@ -169,7 +169,7 @@ class EngineCore:
         Args:
             read_cache: its prefix may come from the prefix cache or a connector.
             write_cache: what it computes may be found by others, here or through a connector.
-            cache_ttl: for so many seconds; sinks of connectors are not given it then.
+            cache_ttl: for so many seconds. Connectors that keep content for whoever comes are not given it then.
             deadline: seconds from its arrival; what has not ended then ends with ``timeout``.
 
         Raises:

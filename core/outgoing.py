@@ -80,12 +80,14 @@ class Outgoing:
 
     def _save(self, request: Request) -> None:
         """Hand on the whole pages that each sink has not been given yet, as far as its share of the pool goes."""
-        if not request.write_cache or request.cache_ttl is not None:  # no store forgets in time
+        if not request.write_cache:
             return
         core, size = self._core, self._core.limits.page_size
         full = min(request.computed, request.num_tokens) // size
         chain = self._chains.setdefault(request, Chain())
         for sink in self._sinks:
+            if request.cache_ttl is not None and not sink.holds:  # no store forgets in time
+                continue
             first = chain.saved.get(sink, 0)
             if full <= first:
                 continue

@@ -23,6 +23,7 @@ OBJECT = {"properties", "required", "additionalProperties", "minProperties", "ma
 FAMILIES = {"string": STRING, "number": NUMBER, "integer": NUMBER, "array": ARRAY, "object": OBJECT}
 TYPES = {"string": str, "boolean": bool, "null": type(None), "array": list, "object": dict}
 ALONE = ("$ref", "enum", "const", "anyOf", "oneOf", "allOf")
+MOST_COMPARISONS = 50_000  # of schemas and values with each other, to tell branches of ``oneOf`` apart
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 FORMATS = {"email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri"}
 FORMATS |= {"uri-reference", "uri-template", "json-pointer", "relative-json-pointer"}
@@ -45,6 +46,9 @@ def rewritten(text: str) -> str:
         {key: value for key, value in root.items() if key != "$id"} if isinstance(root, dict) else root
     )
     rewriter.check_references()
+    if rewriter.named:
+        assert isinstance(out, dict)
+        out["$defs"] = {**out.get("$defs", {}), **rewriter.named}
     return json.dumps(out)
 
 
@@ -53,6 +57,8 @@ class _Rewriter:
         self._root = root
         self._places = set[str]()
         self._references = list[tuple[str, str]]()
+        self._comparisons = MOST_COMPARISONS
+        self.named: dict[str, Schema] = {}  # schemas that are needed at several places
 
     def check_references(self) -> None:
         for at, reference in self._references:
@@ -81,6 +87,14 @@ class _Rewriter:
         if not isinstance(value, dict):
             raise Refused(f"{at}: must be an object")
         return {name: self.schema(one, f"{at}/{_escaped(name)}") for name, one in value.items()}
+
+    def _name(self, schema: Schema) -> Schema:
+        """A reference to a schema, which has a name from now on. Mutates."""
+        name = f"additional properties, number {len(self.named)}"
+        while f"#/$defs/{name}" in self._places:
+            name += "'"
+        self.named[name] = schema
+        return {"$ref": f"#/$defs/{name}"}
 
     # ---- what stands alone: the library looks at nothing beside it
 
@@ -118,10 +132,14 @@ class _Rewriter:
 
     def _differ(self, one: Any, other: Any, depth: int) -> bool:
         one, other = self._behind(one), self._behind(other)
-        if depth > 4 or not isinstance(one, dict) or not isinstance(other, dict):
+        self._comparisons -= 1
+        if depth > 4 or self._comparisons < 0 or not isinstance(one, dict) or not isinstance(other, dict):
             return one is False or other is False
         values = [_values(node) for node in (one, other)]
         if values[0] is not None and values[1] is not None:
+            self._comparisons -= len(values[0]) * len(values[1])
+            if self._comparisons < 0:
+                return False
             return not any(_same(a, b) for a in values[0] for b in values[1])
         kinds = [_kinds(node, found) for node, found in zip((one, other), values, strict=True)]
         if kinds[0] and kinds[1] and not any(_overlap(a, b) for a in kinds[0] for b in kinds[1]):
@@ -199,11 +217,13 @@ class _Rewriter:
         required = out.get("required", [])
         if not isinstance(required, list) or _names(required) != required:
             raise Refused(f"{at}: 'required' must be a list of names")
-        for name in required:  # the library forgets names that it knows no schema of
-            if name not in properties:
-                if more is False:
-                    raise Refused(f"{at}: {name!r:.80} is required, and not allowed")
-                properties[name] = out["additionalProperties"]
+        missing = [name for name in required if name not in properties]
+        if missing and more is False:
+            raise Refused(f"{at}: {missing[0]!r:.80} is required, and not allowed")
+        if missing and isinstance(out["additionalProperties"], dict):
+            out["additionalProperties"] = self._name(out["additionalProperties"])
+        for name in missing:  # the library forgets names that it knows no schema of
+            properties[name] = out["additionalProperties"]
         if not properties:
             del out["properties"]
 

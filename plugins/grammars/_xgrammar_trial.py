@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 STACK = 32 << 20  # bytes: half of what the engine's own threads for this have
 STACK_A_BYTE = 512
-ROOM = 2 << 30  # bytes of memory that a try may take
+ROOM = 1 << 30  # bytes of memory that a try may take
 START_SECONDS = 120.0  # importing takes seconds, on a busy machine tens of them
 GRACE = 2.0  # seconds beyond a try's own clock
 
@@ -224,7 +224,8 @@ def _child(line: socket.socket, info: TokenizerInfo) -> None:
     try:
         data = b"".join(iter(lambda: line.recv(1 << 16), b""))
         asked = msgspec.msgpack.decode(data, type=Try)
-        signal.setitimer(signal.ITIMER_REAL, asked.seconds)  # nobody handles it: it ends the child
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it ends the child
+        signal.setitimer(signal.ITIMER_REAL, asked.seconds)
         pages = Path("/proc/self/statm")
         if pages.exists():
             room = int(pages.read_text().split()[0]) * resource.getpagesize() + ROOM

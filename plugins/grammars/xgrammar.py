@@ -32,7 +32,7 @@ class XGrammarOptions(PluginOptions):
         32, ge=0, description="most blanks and line ends in a row in JSON; a small model may never stop otherwise"
     )
     compile_seconds: float = Field(2.0, gt=0, description="most seconds of a first try, in a process of its own")
-    max_compiled_bytes: int = Field(64 << 20, ge=1, description="most memory of one compiled grammar")
+    max_compiled_bytes: int = Field(16 << 20, ge=1, description="most memory of one compiled grammar")
 
 
 class XGrammarCompiler(GrammarCompiler):
@@ -58,10 +58,10 @@ class XGrammarCompiler(GrammarCompiler):
     def prepare(self, vocabulary: Vocabulary) -> None:
         """Import the library, here and in the process for first tries: some seconds. Raises ``TrialLost``."""
         words = words_of(vocabulary)
-        trial = Trial(words)
+        trial = self._trial = Trial(words)  # at once: ``close`` may come meanwhile
         trial.start()
         try:
-            self._info = tokenizer_info(words)
+            info = tokenizer_info(words)
             trial.wait()
         except BaseException:
             trial.close()
@@ -70,7 +70,7 @@ class XGrammarCompiler(GrammarCompiler):
         allowed[[token for token, data in enumerate(words.tokens) if data]] = True
         allowed[words.ends] = True
         self._texts = np.packbits(allowed, bitorder="little").view(np.int32)
-        self._trial = trial
+        self._info = info
 
     def compile(self, grammar: Grammar) -> XGrammarGrammar:
         """Takes tens of milliseconds, twice. Raises ``InvalidRequest`` with the library's words."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
-from itertools import islice
+from collections.abc import Iterable
 
 from engine.core.request import Request
 
@@ -26,12 +25,12 @@ class Times:
         """Pages that have a time."""
         return set(self._until)
 
-    def wrote(self, pages: Sequence[int], first: int, ttl: float) -> None:
-        """A request wrote its pages from number ``first`` on; what comes before them is used by it. Mutates."""
+    def wrote(self, pages: Iterable[int], ttl: float) -> float:
+        """A request wrote these pages; returns until when they are found. Mutates."""
         until = self._now + ttl
-        for page in islice(pages, first, None):
+        for page in pages:
             self._set(page, until)
-        self._prolong(islice(pages, first), until)
+        return until
 
     def used(self, pages: Iterable[int], request: Request) -> None:
         """A request adopted these pages: they live for its time, or without end; one that writes nothing leaves no
@@ -41,7 +40,7 @@ class Times:
         if request.cache_ttl is None:
             self.forget(pages)
         else:
-            self._prolong(pages, self._now + request.cache_ttl)
+            self.prolong(pages, self._now + request.cache_ttl)
 
     def forget(self, pages: Iterable[int]) -> None:
         """These pages have no time any more. Mutates."""
@@ -59,7 +58,8 @@ class Times:
                 found.append(page)
         return found
 
-    def _prolong(self, pages: Iterable[int], until: float) -> None:
+    def prolong(self, pages: Iterable[int], until: float) -> None:
+        """Those of these pages that have a time live until then at least. Mutates."""
         for page in pages:
             if self._until.get(page, until) < until:
                 self._set(page, until)

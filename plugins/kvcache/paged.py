@@ -34,14 +34,18 @@ if TYPE_CHECKING:
     from engine.core.cache_watch import CacheWatcher
 
 
+PATIENCE = 64  # a request that writes prolongs its earlier pages once in so many parts of its ``cache_ttl``
+
+
 class _Chain:
     """A request's page digests so far, and how many of its pages are published."""
 
-    __slots__ = ("digests", "published")
+    __slots__ = ("digests", "published", "until")
 
     def __init__(self) -> None:
         self.digests: list[bytes] = []
         self.published = 0
+        self.until = 0.0  # with a ``cache_ttl``: what its pages were prolonged to last
 
 
 class PagedCache(KVCache):
@@ -128,7 +132,10 @@ class PagedCache(KVCache):
                 self._copies.setdefault(digest, []).append(page)
         chain.published = full
         if request.cache_ttl is not None:
-            self._until.wrote(request.pages[:full], first, request.cache_ttl)
+            until = self._until.wrote(request.pages[first:full], request.cache_ttl)
+            if first and until - chain.until > request.cache_ttl / PATIENCE:
+                self._until.prolong(request.pages[:first], until)
+                chain.until = until
         if self._watcher is not None:
             parent = chain.digests[first - 1] if first else None
             self._watcher.stored(request, first, request.pages[first:full], chain.digests[first:full], parent)

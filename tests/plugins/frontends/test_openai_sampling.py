@@ -284,6 +284,7 @@ def test_what_the_cache_may_do(server: Any) -> None:
 
     assert [cached(1000, write=False), cached(1000, write=False), cached(1000), cached(1000)] == [0, 0, 0, 96]
     assert [cached(1000, read=False), cached(1000, salt="mine"), cached(1000, salt="mine")] == [0, 0, 96]
+    assert [cached(2000, ttl=1e-6), cached(2000, ttl=1e-6), cached(2000, ttl=9000), cached(2000)] == [0, 0, 0, 96]
 
 
 @pytest.mark.parametrize("stream", [False, True])

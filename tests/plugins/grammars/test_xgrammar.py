@@ -33,8 +33,18 @@ def compiler():
 
 
 def accepts(compiled, text):
-    """Whether a text is in a grammar, byte by byte, each of which the mask allows."""
+    """Whether a text is in a grammar."""
     matcher = compiled.matcher()
+    return _goes_on(matcher, text) and matcher.accepting
+
+
+def follows(compiled, text):
+    """Whether a text of a grammar may begin so."""
+    return _goes_on(compiled.matcher(), text)
+
+
+def _goes_on(matcher, text):
+    """Byte by byte, each of which the mask allows."""
     for byte in text.encode():
         token, mask = BYTES[bytes([byte])], np.zeros(VOCABULARY.words, np.int32)
         matcher.fill(mask)
@@ -42,7 +52,7 @@ def accepts(compiled, text):
         assert matcher.accept(token) == allowed
         if not allowed:
             return False
-    return matcher.accepting
+    return True
 
 
 def named(**properties):
@@ -149,6 +159,20 @@ def test_what_only_looks_like_it_is_compiled(compiler):
     lark = 'start: "%json {" a /[@<]/ // <x>\na: %json {"type": "integer", "x-guidance": {"a": 1}} "]:"'
     assert accepts(compiler.compile(Grammar.lark(lark)), "%json {12]:@")
     assert accepts(compiler.compile(Grammar.regex(r"^a\^[$^]b$")), "a^$b")
+
+
+def test_schemas_that_refer_to_themselves_in_all_places_are_told_at_once(compiler):
+    """Comparing branches and writing out what is required must not grow beyond the schema."""
+    names = [f"p{n}" for n in range(300)]
+    wheel = {"type": "object", "properties": {name: {"$ref": "#/$defs/w"} for name in names}, "required": names}
+    with pytest.raises(InvalidRequest, match="'oneOf' is supported where"):
+        compiler.compile(Grammar.json({"$defs": {"w": wheel}, "oneOf": [wheel, {**wheel, "title": "x"}]}))
+    schema = NUMBER
+    for _ in range(10):
+        schema = {"type": "object", "required": names[:4], "additionalProperties": schema}
+    deep = compiler.compile(Grammar.json(schema))
+    assert follows(deep, '{"p0":{"p0":{"p0":')
+    assert not follows(deep, '{"p0":1')
 
 
 def wide(count):

@@ -223,6 +223,35 @@ def test_a_recording_has_it(name):
     core.close()
 
 
+@pytest.mark.parametrize("name", CACHES)
+def test_what_comes_in_for_it_has_its_time(name):
+    clock, prompt = Clock(), list(range(1, 34))
+    core = make_core(kvcache=name, connectors=[Source()], executor=ShadowExecutor(), clock=clock, page_size=4)
+    assert cached(core, prompt, cache_ttl=10) == 32
+    clock.now = 9.0
+    assert core.cache.explain(prompt)["cached_tokens"] == 32
+    clock.now = 10.0
+    assert core.cache.explain(prompt)["cached_tokens"] == 0
+    core.close()
+
+
+class Source(Connector):
+    """Has everything."""
+
+    name = "source"
+    loads = holds = True
+
+    def register(self, layout):
+        pass
+
+    @hookimpl
+    def transfer_kv(self, transfers):
+        return [
+            TransferEvent(wish.id, "found", tokens=32) if wish.kind == "probe" else TransferEvent(wish.id, "done")
+            for wish in transfers
+        ]
+
+
 class Sink(Connector):
     """Says what it was given to keep."""
 
@@ -242,15 +271,17 @@ class Sink(Connector):
         return [TransferEvent(wish.id, "found" if wish.kind == "probe" else "done") for wish in transfers]
 
 
+@pytest.mark.parametrize("holds", [False, True], ids=["store", "hand-off"])
 @pytest.mark.parametrize("name", CACHES)
-def test_stores_are_not_given_it(name):
-    """They do not forget in time."""
+def test_stores_are_not_given_it(name, holds):
+    """They do not forget in time. Whoever goes on with the request is."""
     sink = Sink()
+    sink.holds = holds
     core = make_core(kvcache=name, connectors=[sink], executor=ShadowExecutor(), page_size=4)
     core.add(range(1, 34), PARAMS, request_id="timed", cache_ttl=10)
     core.add(range(101, 134), PARAMS, request_id="plain")
     run(core)
-    assert {name.split("/")[0] for name in sink.saved} == {"plain"}
+    assert {name.split("/")[0] for name in sink.saved} == ({"plain", "timed"} if holds else {"plain"})
     core.close()
 
 
