@@ -121,10 +121,10 @@ class _Rewriter:
             raise Refused(f"{at}: {key!r} must be a list of at least one schema")
         if key == "allOf" and len(value) > 1:
             raise Refused(f"{at}: 'allOf' of several schemas is not supported")
+        branches = [self.schema(one, f"{at}/{key}/{n}") for n, one in enumerate(value)]
         if key == "oneOf" and not self._apart(value):
             raise Refused(f"{at}: 'oneOf' is supported where it can be seen that no value fits two of them; else anyOf")
-        name = "anyOf" if key == "oneOf" else key
-        return {name: [self.schema(one, f"{at}/{key}/{n}") for n, one in enumerate(value)]}
+        return {"anyOf" if key == "oneOf" else key: branches}
 
     def _apart(self, nodes: list[Any]) -> bool:
         """Whether no value fits two of the schemas, as far as can be seen."""
@@ -148,11 +148,8 @@ class _Rewriter:
             shared = set(_names(one.get("required"))) & set(_names(other.get("required")))
             mine, theirs = one.get("properties"), other.get("properties")
             if isinstance(mine, dict) and isinstance(theirs, dict):
-                return any(
-                    self._differ(mine[name], theirs[name], depth + 1)
-                    for name in shared
-                    if {name} <= mine.keys() & theirs
-                )
+                both = [name for name in shared if name in mine and name in theirs]
+                return any(self._differ(mine[name], theirs[name], depth + 1) for name in both)
         return False
 
     def _behind(self, node: Any) -> Any:
@@ -190,7 +187,7 @@ class _Rewriter:
         given += ["minLength or maxLength"] if {"minLength", "maxLength"} & set(out) else []
         if len(given) > 1:
             raise Refused(f"{at}: {given[0]!r} beside {given[1]} is not supported")
-        if "format" in out and out["format"] not in FORMATS:
+        if "format" in out and not (isinstance(out["format"], str) and out["format"] in FORMATS):
             raise Refused(f"{at}: format {out['format']!r:.80} is not supported")
         if "pattern" in out:
             pattern = out["pattern"]
@@ -242,7 +239,7 @@ def _types(said: Mapping[str, Any], at: str) -> list[str]:
 def _is(value: Any, kind: str) -> bool:
     if kind in ("integer", "number"):
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        return number and (kind == "number" or float(value).is_integer())
+        return number and (kind == "number" or isinstance(value, int) or value.is_integer())
     return isinstance(value, TYPES[kind])
 
 

@@ -117,6 +117,10 @@ REFUSED = [
     ({"type": "string", "minLength": 3, "maxLength": 2}, "minLength 3 is greater than maxLength 2"),
     ({"type": "string", "nullable": True}, "'nullable' is not supported"),
     ({"type": []}, "type \\[\\]"),
+    ({"oneOf": [{"type": 5}, TEXT]}, "#/oneOf/0: type 5"),
+    ({"oneOf": [{"$ref": "#/x"}, TEXT]}, "'oneOf' is supported where"),
+    ({"type": "string", "format": []}, "format \\[\\] is not supported"),
+    ({"enum": [10**400], "type": "string"}, "is not of type 'string'"),
     ({"anyOf": []}, "at least one schema"),
 ]  # fmt: skip
 
