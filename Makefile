@@ -12,7 +12,7 @@ TREE := .build/tree
 
 SITE := .build/site
 # Libraries of optional plugins. Where they do not install, the tests that need them are skipped and say so.
-OPTIONAL := nixl-cu12 mooncake-transfer-engine-non-cuda redis triton llguidance
+OPTIONAL := nixl-cu12 mooncake-transfer-engine-non-cuda redis triton llguidance xgrammar apache-tvm-ffi
 
 .PHONY: install serve test lint tree types imports docs unit slow bench clean
 

@@ -27,6 +27,7 @@ OPTIONAL = {
     "flashinfer-python": "GPU attention",
     "nixl": "KV transfer",
     "llguidance": "structured output and required tool calls: pip install 'sixhooks[grammar]'",
+    "xgrammar": "structured output by --grammar xgrammar: pip install 'sixhooks[xgrammar]'",
     "uvloop": "faster HTTP",
 }
 OLDER_NAMES = {  # GPT-2 and its relatives

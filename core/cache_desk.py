@@ -133,12 +133,14 @@ class CacheDesk:
     def explain(self, tokens: Sequence[int], *, salt: str = "", adapter: str = "") -> dict[str, Any]:
         """The longest cached prefix of a prompt, and why the page after it is not found.
 
-        Does not mutate, not even recency. ``missing.why`` is one of ``core.cache_explain.WORDS``.
+        Does not mutate, not even recency, but that what is there for a time goes when it is over.
+        ``missing.why`` is one of ``core.cache_explain.WORDS``.
 
         Raises:
             InvalidRequest: no prompt could be so.
             ConfigError: this KV cache cannot say.
         """
+        self._core.keep_time()
         return explain(self._core, tokens, salt=salt, adapter=adapter)
 
     def flush(self, *, tiers: bool = False) -> dict[str, Any]:

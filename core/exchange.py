@@ -254,7 +254,7 @@ class Exchange:
             id=f"{request.id}/{KV}", tokens=tokens, num_prompt=len(tokens), params=request.params,
             max_total=len(tokens) + 1, namespace=request.namespace, adapter=request.adapter, salt=request.salt,
             priority=request.priority, packed=request.packed_tokens(0, load.upto), state=State.PARKED,
-            prefill_target=load.upto,
+            prefill_target=load.upto, cache_ttl=request.cache_ttl,
         )  # fmt: skip
         stand_in.pages = kv.adopt(stand_in, kv.match(stand_in))
         load.first = len(stand_in.pages)

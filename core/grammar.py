@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
 Words = NDArray[np.int32]
 """A bit a token, ``[ceil(vocab_size / 32)]``: token t is allowed where bit t % 32 of word t // 32 is set."""
 
-Kind = Literal["json", "regex", "choice", "lark"]
+Kind = Literal["json", "regex", "choice", "lark", "ebnf"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+EBNF_RULE = re.compile(r"^\s*[A-Za-z_][\w.\-]*\s*::=", re.MULTILINE)
 
 
 SLOW_MASK = 0.05  # seconds of processor time: a step waits for each of its masks
@@ -37,7 +39,8 @@ class Grammar:
     """What the output must be, to its last token.
 
     Args:
-        kind: ``json`` (a JSON schema), ``regex``, ``choice`` (a JSON list of texts), ``lark`` (a Lark grammar).
+        kind: ``json`` (a JSON schema), ``regex``, ``choice`` (a JSON list of texts), ``lark`` (a Lark grammar),
+            ``ebnf`` (a grammar in EBNF as llama.cpp's GBNF writes it).
         text: the grammar itself.
         field: the request's field that it came from, which errors name.
     """
@@ -67,6 +70,16 @@ class Grammar:
     def lark(cls, rules: str, *, field: str = "grammar") -> Grammar:
         """Text by a context-free grammar in Lark's notation, from its rule ``start``."""
         return cls(kind="lark", text=rules, field=field)
+
+    @classmethod
+    def ebnf(cls, rules: str, *, field: str = "grammar") -> Grammar:
+        """Text by a context-free grammar in EBNF (GBNF), from its rule ``root``."""
+        return cls(kind="ebnf", text=rules, field=field)
+
+    @classmethod
+    def rules(cls, rules: str, *, field: str = "grammar") -> Grammar:
+        """Text by a context-free grammar in EBNF where rules are defined by ``::=``, else in Lark's notation."""
+        return (cls.ebnf if EBNF_RULE.search(rules) else cls.lark)(rules, field=field)
 
     @property
     def choices(self) -> list[str]:

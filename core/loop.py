@@ -113,6 +113,7 @@ class EngineCore:
         self.weights_epoch = 0
         self._outbox: list[Delta] = []
         self._timeouts = Timeouts(limits.queue_timeout)
+        self._timed = False  # whether any request had a ``cache_ttl``
         self.arbiter = Arbiter(self.roster, kv, self.pool, self.hooks)
         self.exchange = Exchange(self, connectors)
         self.cache = CacheDesk(self, cache_log, cache_feed)
@@ -160,6 +161,7 @@ class EngineCore:
         arrival: float | None = None,
         read_cache: bool = True,
         write_cache: bool = True,
+        cache_ttl: float | None = None,
         deadline: float | None = None,
         metadata: Mapping[str, Any] | None = None,
         parked_on: Iterable[str] = (),
@@ -170,6 +172,7 @@ class EngineCore:
         Args:
             read_cache: its prefix may come from the prefix cache or a connector.
             write_cache: what it computes may be found by others, here or through a connector.
+            cache_ttl: for so many seconds. Connectors that keep content for whoever comes are not given it then.
             deadline: seconds from its arrival; what has not ended then ends with ``timeout``.
             pooling: it ends with a vector (``Delta.vector``) and yields no token; ``params`` is left out then.
 
@@ -179,6 +182,8 @@ class EngineCore:
             EngineDead: the engine was closed.
         """
         self._check_open()
+        if cache_ttl is not None and not self.kv.keeps_time:
+            raise InvalidRequest("cache_ttl", "is not supported by the KV cache that serves here", code="unsupported")
         params = params or SamplingParams()
         reads = read_cache and can_read_cache(params, pooling)
         has_grammar = getattr(params, "grammar", None) is not None
@@ -194,6 +199,7 @@ class EngineCore:
             arrival=arrival,
             read_cache=read_cache,
             write_cache=write_cache,
+            cache_ttl=cache_ttl,
             deadline=deadline,
             metadata=metadata,
             parked_on=[*parked_on, *([KV] if looks_up else []), *([GRAMMAR] if has_grammar else [])],
@@ -210,6 +216,7 @@ class EngineCore:
                 raise
             self._end_now(displaced, Finish.ABORT, "the queue is full and a more urgent request came")
             request = create()
+        self._timed = self._timed or cache_ttl is not None
         self._timeouts.watch(request, len(self.requests))
         if looks_up:
             self.exchange.look_up(request)
@@ -313,6 +320,7 @@ class EngineCore:
     def _step(self) -> list[Delta]:
         for request, words in self._timeouts.due(self.roster.now()):
             self.abort(request.id, Finish.TIMEOUT, words)
+        self.keep_time()
         self.exchange.move()
         if len(self.grammars):
             self.grammars.collect()
@@ -329,6 +337,15 @@ class EngineCore:
         if not (self.running or len(self.waiting) or len(self.flight)):
             self.idle()
         return self.take_deltas()
+
+    def expire(self, now: float) -> None:
+        """What was written with a ``cache_ttl`` that is over is not found from now on. See ``keep_time``."""
+        self.kv.expire(now)
+
+    def keep_time(self) -> None:
+        """``expire``, now, if any request ever had a ``cache_ttl``. ``step`` does it first."""
+        if self._timed:
+            self.expire(self.roster.now())
 
     def idle(self) -> None:
         """Nothing is left to plan: tell the scheduler. ``step`` does; so does whoever plans and commits by hand."""

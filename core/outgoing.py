@@ -86,6 +86,8 @@ class Outgoing:
         full = min(request.computed, request.num_tokens) // size
         chain = self._chains.setdefault(request, Chain())
         for sink in self._sinks:
+            if request.cache_ttl is not None and not sink.holds:  # no store forgets in time
+                continue
             first = chain.saved.get(sink, 0)
             if full <= first:
                 continue

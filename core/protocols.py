@@ -295,6 +295,7 @@ class KVCache(Plugin, ABC):
     """
 
     publish_when: ClassVar[PublishWhen] = "committed"
+    keeps_time: ClassVar[bool] = False  # whether it acts on ``Request.cache_ttl``; else requests with one are refused
     caching: bool = True  # False where it was told to remember nothing
 
     @abstractmethod
@@ -377,6 +378,15 @@ class KVCache(Plugin, ABC):
     @abstractmethod
     def reset(self) -> None:
         """Forget all idle content. Mutates. Content in use is forgotten when its users let go."""
+
+    def expire(self, now: float) -> None:
+        """It is ``now``, in seconds on the engine's clock, until the next call: content whose time is over is not found
+        any more, and what is idle of it returns to the pool. Mutates. Who uses pages keeps them.
+
+        Called between two steps, at the beginning of each once any request had a ``cache_ttl``. A page's time is over
+        ``cache_ttl`` seconds after the last request with one wrote it, or behind it, or adopted it (the greatest such
+        time counts); never, once a request without one did (unless it writes nothing: ``write_cache``).
+        """
 
     @abstractmethod
     def check(self, requests: Iterable[Request]) -> None:

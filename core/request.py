@@ -60,6 +60,7 @@ class Request:
     entry_index: int = 0  # order of entering the queue, unique; a preempted request enters anew
     read_cache: bool = True  # whether its prefix may come from the cache
     write_cache: bool = True  # whether others may find what it computes, here or through a connector
+    cache_ttl: float | None = None  # seconds that they may find it for, from when it last wrote; None: no limit
     deadline: float | None = None  # when it is worth nothing any more, in seconds on the engine's clock
     packed: bytes = field(default=b"", repr=False)  # the prompt's token ids, four bytes each: see ``packed_tokens``
     metadata: Mapping[str, Any] = field(default_factory=dict)  # tenant, deadline, …: for policies

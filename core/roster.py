@@ -45,6 +45,7 @@ class Roster:
         arrival: float | None,
         read_cache: bool,
         write_cache: bool,
+        cache_ttl: float | None,
         deadline: float | None,
         metadata: Mapping[str, Any] | None,
         parked_on: Iterable[str],
@@ -54,7 +55,7 @@ class Roster:
         max_total, packed = validate(tokens, params, self._limits, pooling)
         check_fields(
             request_id=request_id, priority=priority, salt=salt, adapter=adapter, metadata=metadata,
-            read_cache=read_cache, write_cache=write_cache, deadline=deadline,
+            read_cache=read_cache, write_cache=write_cache, cache_ttl=cache_ttl, deadline=deadline,
         )  # fmt: skip
         if params.n != 1:
             raise InvalidRequest("n", "a request of the core is one sequence: add each of SamplingParams.choices()")
@@ -86,6 +87,7 @@ class Roster:
             arrival_index=self._arrivals,
             read_cache=read_cache and can_read_cache(params, pooling),
             write_cache=write_cache,
+            cache_ttl=cache_ttl,
             deadline=None if deadline is None else began + deadline,
             packed=packed,
             metadata=MappingProxyType(dict(metadata or {})),  # shown to policies: to read

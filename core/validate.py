@@ -93,6 +93,7 @@ def check_fields(
     metadata: Mapping[str, Any] | None = None,
     read_cache: bool = True,
     write_cache: bool = True,
+    cache_ttl: float | None = None,
     deadline: float | None = None,
 ) -> None:
     """Check what a request carries besides its prompt and sampling parameters. ``metadata`` holds plain values only
@@ -111,6 +112,10 @@ def check_fields(
     check_text("adapter", adapter)
     check_bool("read_cache", read_cache)
     check_bool("write_cache", write_cache)
+    if cache_ttl is not None:
+        _check_above_0("cache_ttl", cache_ttl, MAX_SECONDS)
+        if not write_cache:
+            raise InvalidRequest("cache_ttl", "is for what others find, and write_cache lets them find nothing")
     if deadline is not None:
         check_number("deadline", deadline, 0, MAX_SECONDS)
     if metadata is None:

@@ -12,8 +12,11 @@ from engine.core.errors import InvalidRequest
 from engine.core.transfers import HINT
 from engine.proxy.index import chain_of
 
+RESPONSES, EMBEDDINGS = "/v1/responses", "/v1/embeddings"
 NOT_FOR_PREFILL = frozenset({"stream_options", "max_completion_tokens", "min_tokens", "best_of"})
-PREFILL = {"max_tokens": 1, "stream": False, "n": 1}
+PREFILL: Mapping[str, Any] = {"max_tokens": 1, "stream": False, "n": 1}
+PREFILL_OF_RESPONSES: Mapping[str, Any] = {"max_output_tokens": 1, "stream": False}
+PROMPTS = ("messages", "prompt", "input")
 
 
 @dataclass(frozen=True)
@@ -49,13 +52,15 @@ class Wish:
             if name.startswith(HINT):
                 raise InvalidRequest(f"metadata.{name}", "is for the proxy to set: leave it out")
         salt = bytes(fields.get("cache_salt", b""))
-        prompt = bytes(fields.get("messages", fields.get("prompt", b"")))
-        return cls(path, body, fields, metadata, chain_of(path.encode() + salt, prompt))
+        prompt = next((bytes(fields[name]) for name in PROMPTS if name in fields), b"")
+        before = path.encode() + salt + bytes(fields.get("instructions", b""))
+        return cls(path, body, fields, metadata, chain_of(before, prompt))
 
     def for_prefill(self, hints: Mapping[str, str]) -> bytes:
         """The same prompt for who computes it: one token, which nobody reads."""
         fields = {name: value for name, value in self.fields.items() if name not in NOT_FOR_PREFILL}
-        return msgspec.json.encode({**fields, **PREFILL, "metadata": {**self.metadata, **hints}})
+        one = PREFILL_OF_RESPONSES if self.path == RESPONSES else PREFILL
+        return msgspec.json.encode({**fields, **one, "metadata": {**self.metadata, **hints}})
 
     def for_decode(self, hints: Mapping[str, str]) -> bytes:
         """The request for who answers it; as it came where there is nothing to tell."""

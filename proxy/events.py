@@ -8,6 +8,7 @@ import msgspec
 
 END = b"\n\n"
 DATA = b"data: "
+ANNOUNCEMENTS = ("response.created", "response.in_progress")
 
 
 class Splitter:
@@ -32,16 +33,29 @@ def each(events: bytes) -> list[bytes]:
 
 
 def content(event: bytes) -> dict[str, Any]:
-    """The object of one event; empty where it has none."""
+    """The object of one event, which may have a name in a line before it; empty where it has none."""
+    text = event.strip()
     try:
-        value = msgspec.json.decode(event.strip().removeprefix(DATA))
+        value = msgspec.json.decode(text[text.find(b"\n" + DATA) + 1 :].removeprefix(DATA))
     except (msgspec.DecodeError, UnicodeDecodeError):
         return {}
     return value if isinstance(value, dict) else {}
 
 
+def error_of(said: dict[str, Any]) -> dict[str, Any] | None:
+    """The error of an answer or of an event; those of ``/v1/responses`` have it in places of their own."""
+    if said.get("type") == "error":
+        return said
+    error = said.get("error")
+    if said.get("type") == "response.failed" and isinstance(said.get("response"), dict):
+        error = said["response"].get("error") or {}
+    return error if isinstance(error, dict) else None
+
+
 def is_opening(said: dict[str, Any]) -> bool:
-    """Whether an event only announces roles: a chat's stream begins with such, before anything is computed."""
+    """Whether an event only announces roles, or a response: streams begin with such, before anything is computed."""
+    if said.get("type") in ANNOUNCEMENTS:
+        return True
     choices = said.get("choices")
     if not isinstance(choices, list) or not choices:
         return False

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import httpx
 
-from engine.proxy.events import content
+from engine.proxy.events import content, error_of
 from engine.proxy.peers import Peer
 
 BUSY = 429
@@ -59,15 +59,14 @@ def is_busy(status: int, body: bytes) -> bool:
 
 def code_of(body: bytes) -> str | None:
     """The kind of an error, of an answer or of an event; ``None`` where it has none."""
-    error = content(body).get("error")
-    code = error.get("code") if isinstance(error, dict) else None
+    code = (error_of(content(body)) or {}).get("code")
     return code if isinstance(code, str) else None
 
 
 def message_of(body: bytes) -> str:
     """What an error says, cut to a line."""
-    error = content(body).get("error")
-    words = error.get("message") if isinstance(error, dict) else body.decode(errors="replace")
+    error = error_of(content(body))
+    words = error.get("message") if error is not None else body.decode(errors="replace")
     return " ".join(str(words).split())[:300]
 
 

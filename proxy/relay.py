@@ -8,11 +8,12 @@ import time
 from collections.abc import Mapping, Sequence
 
 import httpx
+import msgspec
 
 from engine.plugins.frontends._errors import RETRY_AFTER_SECONDS, HTTPError
-from engine.proxy.bodies import Wish
+from engine.proxy.bodies import EMBEDDINGS, Wish
 from engine.proxy.choosing import Chooser
-from engine.proxy.events import DATA, END, Splitter, content, each, is_opening
+from engine.proxy.events import END, Splitter, content, each, error_of, is_opening
 from engine.proxy.faults import (
     DEADLINE,
     NOT_THE_CLIENTS,
@@ -87,18 +88,19 @@ class Course:
     async def run(self) -> str:
         """To its end. Raises ``HTTPError`` where nobody can be asked, ``PeerFailed`` where whoever was asked failed,
         ``DeadlinePassed``."""
-        giver = None if self._expects else await self._computed()
+        embeds = self._wish.path == EMBEDDINGS  # a prompt and nothing after it: nothing is handed over
+        giver = None if self._expects or embeds else await self._computed()
         tried: list[Peer] = []
         failure: PeerFailed | None = None
         while len(tried) <= self._options.retries:
-            taker = self._choose("decode", self._fleet.takers(giver, tried))
+            taker = self._embedder(tried) if embeds else self._choose("decode", self._fleet.takers(giver, tried))
             if taker is None:
                 break
             if tried:
-                self._metrics.retried("decode")
+                self._metrics.retried(taker.side)
             tried.append(taker)
             try:
-                return await (self._together(taker) if self._expects else self._decode(taker, giver))
+                return await (self._together(taker) if self._expects and not embeds else self._decode(taker, giver))
             except PeerFailed as error:
                 log.warning("%s", error)
                 failure = error
@@ -107,6 +109,14 @@ class Course:
         if failure is not None:
             raise failure
         raise unavailable(none_ready("decode", self._fleet.decode))
+
+    def _embedder(self, tried: Sequence[Peer]) -> Peer | None:
+        """Who computes embeddings: an engine for prompts; where none is ready, one that answers."""
+        for side, peers in (("prefill", self._fleet.prefill), ("decode", self._fleet.decode)):
+            able = [peer for peer in peers if peer.ready and peer not in tried]
+            if able:
+                return self._choose("prefill" if side == "prefill" else "decode", able)
+        return None
 
     # ---- the prompt
 
@@ -187,7 +197,8 @@ class Course:
         if giver is not None and pair is not None and self._expects:
             hints |= {"kv_expect": "true", "kv_wait": f"{self._options.prefill_timeout:g}"}
             errand = asyncio.create_task(self._prefill(giver))
-        self._metrics.paired(pair is not None)
+        if self._wish.path != EMBEDDINGS:
+            self._metrics.paired(pair is not None)
         try:
             async with asyncio.timeout(None) as self._scope:
                 with taker.busy(), taker.while_heard(self._scope):
@@ -261,15 +272,16 @@ class Course:
         taker.failures = 0
         if code_of(last) == DEADLINE:
             return "refused"
-        return "failed" if "error" in content(last) else "answered"
+        return "failed" if error_of(content(last)) is not None else "answered"
 
     def _says_something(self, taker: Peer, events: bytes) -> bool:
         """Whether there is more than announcements. Raises ``PeerFailed`` where it is an error: another may do it, but
         for the client's own deadline, which is told."""
         for event in each(events):
             said = content(event)
-            if "error" in said and code_of(event) != DEADLINE:
-                body = event.strip().removeprefix(DATA)
+            error = error_of(said)
+            if error is not None and code_of(event) != DEADLINE:
+                body = msgspec.json.encode({"error": error})
                 words = f"fails: {message_of(body)}"
                 if code_of(event) == QUEUE:
                     headers = {"content-type": "application/json", "retry-after": str(RETRY_AFTER_SECONDS)}

@@ -42,6 +42,8 @@ class Routes(Endpoints):
         routes = (
             ("/v1/chat/completions", "POST", self.generate, True),
             ("/v1/completions", "POST", self.generate, True),
+            ("/v1/responses", "POST", self.generate, True),
+            ("/v1/embeddings", "POST", self.generate, True),
             ("/v1/models", "GET", self.models, True),
             ("/v1/models/{name:path}", "GET", self.models, True),
             ("/health", "GET", self.health, False),
@@ -51,7 +53,7 @@ class Routes(Endpoints):
         return self.build("Sixhooks proxy", routes)
 
     async def generate(self, request: Request) -> Response:
-        """A completion of text or of a conversation."""
+        """A completion of text or of a conversation, a response, or embeddings."""
         path = str(request.scope["path"])
         wish = await self.read(request, lambda body: Wish.parse(path, body))
         return Relayed(self, wish, id_of(request))

@@ -1,8 +1,8 @@
 """Recordings of our own runs: what was asked of an engine core, what the model answered, what was decided.
 
 A recording is a JSON object: ``config`` (limits, plugins by name with their options, loop), and ``events`` in order:
-``add``, ``ready``, ``abort``, ``plan`` (what was decided), ``commit`` (the tokens that the model gave), ``fail`` and
-``idle``. Replaying it asks the same of a new core and compares every plan: any plugins, both loop modes.
+``add``, ``ready``, ``abort``, ``expire``, ``plan`` (what was decided), ``commit`` (the tokens that the model gave),
+``fail`` and ``idle``. Replaying it asks the same of a new core and compares every plan: any plugins, both loop modes.
 
 What a request carries for policies (``metadata``) is recorded as far as JSON brings it back; the rest is named in
 ``left_out``. Policies that read the clock decide by another one when they are replayed.
@@ -96,6 +96,11 @@ class RecordingCore(EngineCore):
         """As ``EngineCore.abort``, recorded."""
         self._events.append({"abort": [request_id, finish.value]})
         return super().abort(request_id, finish, detail)
+
+    def expire(self, now: float) -> None:
+        """As ``EngineCore.expire``, recorded."""
+        self._events.append({"expire": now})
+        super().expire(now)
 
     def idle(self) -> None:
         """As ``EngineCore.idle``, recorded."""
@@ -219,6 +224,8 @@ def _apply(core: EngineCore, kind: str, what: Any, plans: list[Plan]) -> None:
         plans.clear()
     elif kind == "idle":
         core.idle()
+    elif kind == "expire":
+        core.expire(what)
     elif kind == "weights":
         core.rename_model(what)
     elif kind == "abort":
@@ -254,6 +261,7 @@ def _entry(request: Request, salt: str, parked_on: Sequence[str]) -> dict[str, A
             "arrival": request.arrival,
             "read_cache": request.read_cache,
             "write_cache": request.write_cache,
+            **({} if request.cache_ttl is None else {"cache_ttl": request.cache_ttl}),
             "metadata": metadata,
             "parked_on": [*parked_on, *([] if params.grammar is None else [GRAMMAR])],
         },

@@ -65,6 +65,7 @@ class Ask:
     metadata: Mapping[str, Any] | None = None
     read_cache: bool = True
     write_cache: bool = True
+    cache_ttl: float | None = None
     deadline: float | None = None
     tenant: str | None = None
     note: str = ""
@@ -75,7 +76,7 @@ class Ask:
         validate(self.tokens, self.params, limits, self.pooling)
         check_fields(
             request_id=self.request_id, priority=self.priority, salt=self.salt, metadata=self.metadata,
-            read_cache=self.read_cache, write_cache=self.write_cache, deadline=self.deadline,
+            read_cache=self.read_cache, write_cache=self.write_cache, cache_ttl=self.cache_ttl, deadline=self.deadline,
         )  # fmt: skip
 
 
@@ -264,6 +265,7 @@ class AsyncEngine:
         metadata: Mapping[str, Any] | None = None,
         read_cache: bool = True,
         write_cache: bool = True,
+        cache_ttl: float | None = None,
         deadline: float | None = None,
     ) -> AsyncIterator[Chunk]:
         """Stream one request of one choice. Closing or cancelling the iterator ends the request in the engine.
@@ -277,7 +279,7 @@ class AsyncEngine:
         tokens = await self.encode(prompt) if isinstance(prompt, str) else prompt
         ask = Ask(
             tokens=tokens, params=params or SamplingParams(), request_id=request_id, priority=priority, salt=salt,
-            metadata=metadata, read_cache=read_cache, write_cache=write_cache, deadline=deadline,
+            metadata=metadata, read_cache=read_cache, write_cache=write_cache, cache_ttl=cache_ttl, deadline=deadline,
         )  # fmt: skip
         if isinstance(ask.params, SamplingParams) and ask.params.n != 1:
             raise InvalidRequest("n", "a stream is one choice: use submit_many for several")
@@ -444,7 +446,7 @@ class AsyncEngine:
             metadata = {**(metadata or {}), "tenant": ask.tenant}
         return Add(
             request_id, list(ask.tokens), params, ask.priority, ask.salt, metadata,
-            ask.read_cache, ask.write_cache, ask.deadline, ask.pooling,
+            ask.read_cache, ask.write_cache, ask.deadline, ask.pooling, ask.cache_ttl,
         )  # fmt: skip
 
     def _leave(self, streams: Sequence[Stream]) -> None:

@@ -88,6 +88,7 @@ class Core(Protocol):
         metadata: dict[str, Any] | None = None,
         read_cache: bool = True,
         write_cache: bool = True,
+        cache_ttl: float | None = None,
         deadline: float | None = None,
         pooling: Pooling | None = None,
     ) -> Any:
@@ -174,6 +175,7 @@ class Intake:
                     metadata=item.metadata,
                     read_cache=item.read_cache,
                     write_cache=item.write_cache,
+                    cache_ttl=item.cache_ttl,
                     deadline=item.deadline,
                     pooling=item.pooling,
                 )

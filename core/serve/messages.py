@@ -31,6 +31,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     write_cache: bool = True
     deadline: float | None = None
     pooling: Pooling | None = None
+    cache_ttl: float | None = None
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):

@@ -46,7 +46,9 @@ class StructuredOutputs(Strict):
     json_: dict[str, Any] | bool | str | None = Field(None, alias="json", description="a JSON schema, or its text")
     regex: str | None = None
     choice: list[str] | None = Field(None, description="one of these texts")
-    grammar: str | None = Field(None, description="a context-free grammar in Lark's notation")
+    grammar: str | None = Field(
+        None, description="a context-free grammar: EBNF where rules are defined by ::=, else Lark's"
+    )
     json_object: bool | None = Field(None, description="any JSON object")
     structural_tag: Any = Field(None, description="not supported", json_schema_extra={"type": "null"})
     whitespace_pattern: Any = Field(None, description="not supported", json_schema_extra={"type": "null"})
@@ -59,7 +61,7 @@ class StructuredOutputs(Strict):
             if getattr(self, name) is not None:
                 raise InvalidRequest(f"{OUTPUTS}.{name}", "is not supported", code=UNSUPPORTED)
         makers: dict[str, Any] = {"json": Grammar.json, "regex": Grammar.regex, "choice": Grammar.choice,
-                                  "grammar": Grammar.lark}  # fmt: skip
+                                  "grammar": Grammar.rules}  # fmt: skip
         given = {"json": self.json_, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
         found = [makers[name](value, field=f"{OUTPUTS}.{name}") for name, value in given.items() if value is not None]
         if self.json_object:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.core.outputs import Chunk, Completion
 from engine.core.sampling import TokenLogprobs
+from engine.core.transfers import HINT
 from engine.plugins.frontends._aside import aside
 from engine.plugins.frontends._errors import HTTPError
 from engine.plugins.frontends._openai_answers import Wish, generated
@@ -225,7 +226,7 @@ def _echoed(request: ResponsesRequest) -> dict[str, Any]:
     return {
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
-        "metadata": request.metadata or {},
+        "metadata": {name: value for name, value in (request.metadata or {}).items() if not name.startswith(HINT)},
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "previous_response_id": None,
         "reasoning": None,

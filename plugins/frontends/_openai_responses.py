@@ -12,7 +12,7 @@ from engine.core.errors import InvalidRequest
 from engine.core.grammar import Grammar
 from engine.core.tools import Tool
 from engine.plugins.frontends._bounds import InSlices, Off
-from engine.plugins.frontends._openai_fields import MOST_TEXT, UNSUPPORTED, Body, Strict
+from engine.plugins.frontends._openai_fields import MOST_TEXT, Body, Strict
 from engine.plugins.frontends._openai_schema import CacheOptions, ChatRequest
 from engine.plugins.frontends._openai_tools import NAME, Toolset, toolset_of
 
@@ -142,8 +142,6 @@ class ResponsesRequest(Body):
         request = super().parse(body)
         if request.stream_options is not None and not request.stream:
             raise InvalidRequest("stream_options", "is only allowed when stream is true")
-        if request.cache is not None and request.cache.ttl is not None:
-            raise InvalidRequest("cache.ttl", "is not supported", code=UNSUPPORTED)
         if request.input == []:
             raise InvalidRequest("input", "is empty")
         return request

@@ -11,6 +11,7 @@ from engine.core.checks import MAX_SALT
 from engine.core.errors import InvalidRequest
 from engine.core.grammar import Grammar
 from engine.core.sampling import SamplingParams
+from engine.core.validate import MAX_SECONDS
 from engine.plugins.frontends._bounds import InSlices, Off
 from engine.plugins.frontends._openai_fields import MOST_TEXT, UNSUPPORTED, Body, Strict
 from engine.plugins.frontends._openai_formats import ResponseFormat, StructuredOutputs, grammar_of
@@ -34,7 +35,12 @@ class CacheOptions(Strict):
     salt: str | None = Field(
         None, description="separates its cached content from that of other salts", max_length=MAX_SALT
     )
-    ttl: Any = Field(None, description="not supported", json_schema_extra={"type": "null"})
+    ttl: float | None = Field(
+        None,
+        description="seconds that others may find it for (default: until its memory is needed)",
+        gt=0,
+        le=MAX_SECONDS,
+    )
 
 
 class Asked(Body):
@@ -55,6 +61,14 @@ class Asked(Body):
             raise InvalidRequest("cache_salt", "differs from cache.salt: give one of them")
         return new or self.cache_salt or ""
 
+    def cache_ttl(self) -> float | None:
+        """Seconds that others may find what it writes. Raises ``InvalidRequest`` where it writes nothing."""
+        if self.cache is None or self.cache.ttl is None:
+            return None
+        if self.cache.write is False:
+            raise InvalidRequest("cache.ttl", "is for what others find, and with cache.write false they find nothing")
+        return self.cache.ttl
+
     def tags(self) -> dict[str, Any]:
         """What policies may read of the request."""
         return {**(self.metadata or {}), **({} if self.user is None else {"user": self.user})}
@@ -68,17 +82,9 @@ class Asked(Body):
             "metadata": self.tags(),
             "read_cache": cache is None or cache.read is not False,
             "write_cache": cache is None or cache.write is not False,
+            "cache_ttl": self.cache_ttl(),
             "deadline": None if self.deadline_ms is None else self.deadline_ms / 1000,
         }
-
-    @classmethod
-    def parse(cls, body: bytes) -> Self:
-        """A request from its JSON text. Raises ``InvalidRequest`` naming the field, also where it is not supported."""
-        request = super().parse(body)
-        if request.cache is not None and request.cache.ttl is not None:
-            words = "is not supported: cached content lives until its memory is needed"
-            raise InvalidRequest("cache.ttl", words, code=UNSUPPORTED)
-        return request
 
 
 class Sampling(Asked):

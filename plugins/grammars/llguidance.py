@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from engine.core.errors import InvalidRequest
-from engine.core.grammar import KINDS, Grammar, GrammarError, Vocabulary, Words
+from engine.core.grammar import Grammar, GrammarError, Vocabulary, Words
 from engine.core.protocols import GrammarCompiler, PluginOptions
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class LLGuidanceCompiler(GrammarCompiler):
     """JSON schemas, regular expressions, choices and Lark grammars. Needs pip install 'sixhooks[grammar]'."""
 
     name = "llguidance"
-    kinds: ClassVar[tuple[str, ...]] = KINDS
+    kinds: ClassVar[tuple[str, ...]] = ("json", "regex", "choice", "lark")
     Options = LLGuidanceOptions
 
     def __init__(self, options: Any = None) -> None:

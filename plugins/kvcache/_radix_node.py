@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from math import inf
 from typing import Any, Final
 
 
@@ -12,6 +13,7 @@ class Node:
     __slots__ = (
         "children",
         "created",
+        "gone",
         "hits",
         "key",
         "locks",
@@ -20,6 +22,7 @@ class Node:
         "parent",
         "priority",
         "queued",
+        "until",
         "used",
         "warm",
     )
@@ -39,6 +42,8 @@ class Node:
         self.used = now
         self.warm = 0  # sessions whose path goes through it: with any it goes after all without
         self.queued = False  # has an entry in the order of eviction
+        self.until = inf  # when its time is over: see ``_radix_times``
+        self.gone = False  # it is: nobody finds it or what is below it
 
 
 LEAF: Final[dict[bytes, Node]] = {}
@@ -63,10 +68,12 @@ def path(node: Node) -> Iterator[Node]:
         node = node.parent
 
 
-def below(root: Node) -> Iterator[Node]:
-    """All nodes below this one, parents first, children in their order."""
+def below(root: Node, *, found: bool = False) -> Iterator[Node]:
+    """All nodes below this one, parents first, children in their order; ``found``: those alone that are not gone."""
     stack = list(reversed(root.children.values()))
     while stack:
         node = stack.pop()
+        if found and node.gone:
+            continue
         yield node
         stack.extend(reversed(node.children.values()))

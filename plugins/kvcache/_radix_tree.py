@@ -13,6 +13,7 @@ from typing import Any
 
 from engine.core.errors import InvariantViolation
 from engine.plugins.kvcache._radix_node import LEAF, STRATEGIES, Node, below, path
+from engine.plugins.kvcache._radix_times import NodeTimes
 
 Entry = tuple[Any, int, Node]
 """In the order of eviction: the strategy's key of a leaf, a number that makes entries unlike, the leaf."""
@@ -44,6 +45,8 @@ class RadixTree:
         self.protected = 0
         self.count = 0
         self.cut: list[Node] = []
+        self.expired: list[Node] = []  # whose time was over, as long as somebody pins them
+        self.times = NodeTimes()
         self._page = page_size * TOKEN_BYTES
         order = STRATEGIES[strategy]
         self._order = (lambda node: (node.warm > 0, order(node))) if keeps_warm else order
@@ -52,6 +55,7 @@ class RadixTree:
         self._heap: list[Entry] = []  # evictable leaves; an entry may have aged: see ``victims``
         self._named: list[Entry] = []  # entries of the last ``victims``: most of these are not leaves any more
         self._entries = 0
+        self._lost = 0
 
     # ---- to look up
 
@@ -197,16 +201,38 @@ class RadixTree:
                 child.parent = old
             self.cut.append(old)
 
-    def is_cut(self, node: Node) -> bool:
-        """Whether the node was cut off. Does not mutate."""
+    def is_lost(self, node: Node) -> bool:
+        """Whether the node was cut off, or is gone, or below one that is. Does not mutate."""
+        if not self.cut and not self.expired:
+            return False
         while node.parent is not None:
+            if node.gone:
+                return True
             node = node.parent
         return node is not self.root
 
+    def expire(self, now: float) -> list[Node]:
+        """Nodes whose time is over are not found again, nor is what is below them; those who pin them keep them.
+        Returns them. Mutates."""
+        found = self.times.over(now)
+        for node in found:
+            parent = node.parent
+            assert parent is not None
+            del parent.children[self._branch(node)]
+            self._lost += 1
+            node.gone = True
+            node.namespace += b"gone" + self._lost.to_bytes(8, "big")  # longer than whatever is looked for
+            parent.children[self._branch(node)] = node
+        self.expired += found
+        self.times.tidy(self.count)
+        return found
+
     def fallen(self) -> list[Node]:
-        """Evictable leaves of what was cut off. Mutates: forgets roots that have nothing left."""
+        """Evictable leaves of what was cut off or is gone. Mutates: forgets those that have nothing left."""
         self.cut = [root for root in self.cut if root.children]
-        return [node for root in self.cut for node in below(root) if not node.locks and not node.children]
+        self.expired = [node for node in self.expired if node.parent is not None]
+        lost = [*self.expired, *(node for root in (*self.cut, *self.expired) for node in below(root))]
+        return [node for node in dict.fromkeys(lost) if not node.locks and not node.children]
 
     # ---- eviction order
 
@@ -347,6 +373,7 @@ class RadixTree:
         self._clock += 1
         upper = Node(parent, node.namespace, node.key[:cut], node.pages[:pages], self._clock, node.priority)
         upper.locks, upper.hits, upper.warm = node.locks, node.hits, node.warm
+        self.times.set(upper, node.until)
         parent.children[self._branch(node)] = upper
         node.parent, node.namespace = upper, b""
         node.key, node.pages = node.key[cut:], node.pages[pages:]

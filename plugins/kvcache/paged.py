@@ -28,19 +28,24 @@ from engine.core.identity import first_known, page_digests
 from engine.core.plan import Candidate, KVNumbers
 from engine.core.protocols import Context, KVCache, Match, PluginOptions, Publication
 from engine.core.request import Request
+from engine.plugins.kvcache._times import Times
 
 if TYPE_CHECKING:
     from engine.core.cache_watch import CacheWatcher
 
 
+PATIENCE = 64  # a request that writes prolongs its earlier pages once in so many parts of its ``cache_ttl``
+
+
 class _Chain:
     """A request's page digests so far, and how many of its pages are published."""
 
-    __slots__ = ("digests", "published")
+    __slots__ = ("digests", "published", "until")
 
     def __init__(self) -> None:
         self.digests: list[bytes] = []
         self.published = 0
+        self.until = 0.0  # with a ``cache_ttl``: what its pages were prolonged to last
 
 
 class PagedCache(KVCache):
@@ -50,6 +55,7 @@ class PagedCache(KVCache):
     aliases = ("block-hash", "vllm")
     provides = frozenset({"prefix-cache"})
     publish_when = "planned"
+    keeps_time = True
 
     class Options(PluginOptions):
         enable_prefix_caching: bool = Field(True, description="reuse KV of equal prefixes")
@@ -66,6 +72,7 @@ class PagedCache(KVCache):
         self._page_of: dict[bytes, int] = {}  # the oldest page with this key
         self._copies: dict[bytes, list[int]] = {}  # younger ones: pages computed twice are both kept
         self._idle: dict[int, None] = {}  # insertion order is the order of eviction
+        self._until = Times()  # pages that are found for a time only
         self._watcher: CacheWatcher | None = None
 
     # ---- the protocol
@@ -95,6 +102,8 @@ class PagedCache(KVCache):
                 self._used += 1
                 del idle[page]
         self._chain(request).published = len(match.pages)
+        if self._until:
+            self._until.used(match.pages, request)
         return list(match.pages)
 
     def take(self, request: Request, count: int) -> list[int]:
@@ -122,6 +131,11 @@ class PagedCache(KVCache):
             if page_of.setdefault(digest, page) != page:
                 self._copies.setdefault(digest, []).append(page)
         chain.published = full
+        if request.cache_ttl is not None:
+            until = self._until.wrote(request.pages[first:full], request.cache_ttl)
+            if first and until - chain.until > request.cache_ttl / PATIENCE:
+                self._until.prolong(request.pages[:first], until)
+                chain.until = until
         if self._watcher is not None:
             parent = chain.digests[first - 1] if first else None
             self._watcher.stored(request, first, request.pages[first:full], chain.digests[first:full], parent)
@@ -191,6 +205,20 @@ class PagedCache(KVCache):
         if self._watcher is not None:
             self._watcher.cleared()
 
+    def expire(self, now: float) -> None:
+        """Pages whose time is over lose their keys; idle ones return to the pool. Mutates."""
+        over = self._until.over(now)
+        if not over:
+            return
+        idle = [page for page in over if page in self._idle]
+        for page in over:
+            self._forget(page)
+        for page in idle:
+            del self._idle[page]
+        self._pool.give(idle)
+        if self._watcher is not None:
+            self._watcher.removed(over)
+
     def watch(self, watcher: CacheWatcher) -> bool:
         """Tells of pages as they get and lose their keys. Mutates."""
         self._watcher = watcher
@@ -222,6 +250,8 @@ class PagedCache(KVCache):
             raise InvariantViolation("paged: copies of a page that is not there")
         if indexed != keyed or not set(keyed) <= self._pool.held:
             raise InvariantViolation("paged: the index differs from the pages' keys")
+        if not self._until.pages() <= set(keyed):
+            raise InvariantViolation("paged: a page without a key has a time")
 
     # ---- inside
 
@@ -249,6 +279,8 @@ class PagedCache(KVCache):
             else:
                 key_of[page] = None
                 del page_of[digest]
+        if self._until:
+            self._until.forget(dropped)
         self._pool.give(dropped)
         return dropped
 
@@ -256,6 +288,8 @@ class PagedCache(KVCache):
         digest = self._key_of[page]
         assert digest is not None
         self._key_of[page] = None
+        if self._until:
+            self._until.forget((page,))
         copies = self._copies.get(digest)
         if copies is None:
             del self._page_of[digest]

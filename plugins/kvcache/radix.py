@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from math import inf
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
@@ -60,6 +61,7 @@ class RadixCache(KVCache):
     aliases = ("sglang",)
     provides = frozenset({"prefix-cache"})
     publish_when = "prefilled"
+    keeps_time = True
 
     class Options(PluginOptions):
         enable_prefix_caching: bool = Field(True, description="reuse KV of equal prefixes")
@@ -106,6 +108,8 @@ class RadixCache(KVCache):
         if not hold.pages:
             return []
         self.tree.lock(node)
+        if self.tree.times and request.write_cache:
+            self.tree.times.prolong(node, self._until(request))
         return self.tree.pages(node)
 
     def take(self, request: Request, count: int) -> list[int]:
@@ -131,7 +135,7 @@ class RadixCache(KVCache):
             return Publication()
         before = hold.node
         assert before is not None
-        if self.tree.cut and self.tree.is_cut(before):  # it goes on with what a reset forgot
+        if self.tree.is_lost(before):  # it goes on with what a reset forgot, or whose time is over
             return Publication()
         node = self._insert(request, hold, full, chunked=upto < request.prefill_target)
         self.tree.lock(node)
@@ -152,7 +156,7 @@ class RadixCache(KVCache):
             return
         covered, end = hold.pages, hold.node
         full = min(keep // self._page_size, len(request.pages))
-        cut = bool(self.tree.cut) and self.tree.is_cut(end)
+        cut = self.tree.is_lost(end)
         if self.caching and not cut and full and full >= covered and request.computed >= request.prefill_target:
             end = self._insert(request, hold, full, chunked=False)
             covered = full
@@ -203,6 +207,17 @@ class RadixCache(KVCache):
         if self._watcher is not None:
             self._watcher.cleared()
 
+    def expire(self, now: float) -> None:
+        """Nodes whose time is over are not found again; what nobody pins of them goes at once. Mutates."""
+        gone = self.tree.expire(now)
+        if not gone:
+            return
+        self._resets += 1
+        if self._watcher is not None:
+            nodes = dict.fromkeys(node for top in gone for node in (top, *below(top)))
+            self._watcher.removed([page for node in nodes for page in node.pages])
+        self._sweep()
+
     def watch(self, watcher: CacheWatcher) -> bool:
         """Tells of pages as they enter the tree and leave it; how nodes are cut is nobody's concern. Mutates."""
         self._watcher = watcher
@@ -212,7 +227,7 @@ class RadixCache(KVCache):
         """The pages of the tree, with digests computed from its tokens. Does not mutate; costs time for each."""
         found: dict[int, bytes] = {}
         last: dict[Node, bytes] = {}
-        for node in below(self.tree.root):
+        for node in below(self.tree.root, found=True):
             assert node.parent is not None
             digests = page_digests(node.namespace or last[node.parent], node.key, self._page_size)
             found.update(zip(node.pages, digests, strict=True))
@@ -267,12 +282,20 @@ class RadixCache(KVCache):
         node, have = self.tree.insert(
             key, request.namespace, request.pages, priority=-request.priority, chunked=chunked
         )
+        if full > hold.pages and (self.tree.times or request.cache_ttl is not None):
+            until = self._until(request)
+            if have < full:
+                self.tree.times.set(node, until)
+            self.tree.times.prolong(node, until)
         duplicates = request.pages[hold.pages : have]
         self._pool.give(duplicates)
         self._private -= full - hold.pages
         if self._watcher is not None and have < full:
             self._tell(request, hold, have, full)
         return node
+
+    def _until(self, request: Request) -> float:
+        return inf if request.cache_ttl is None else self.tree.times.now + request.cache_ttl
 
     def _tell(self, request: Request, hold: Hold, first: int, full: int) -> None:
         """The request's pages from ``first`` on are in the tree now."""

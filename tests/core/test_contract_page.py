@@ -300,7 +300,7 @@ def shortage():
 def looked_up():
     core = make_core(scheduler="radix", scheduler_options={"policy": "lpm"}, max_running=1)
     for n in range(4):
-        core.add([1] * 8 + [n], SamplingParams(max_tokens=2))
+        core.add([1] * 8 + [n], SamplingParams(max_tokens=2), cache_ttl=60)
     while core.has_work:
         core.step()
 

@@ -29,9 +29,11 @@ from engine.core.registry import make
 from engine.core.replay import own
 from engine.core.replay.own import RecordingCore
 from engine.testing import make_core
-from engine.testing.suites.grammar import END, LIST, PERSON, SAMPLES, vocabulary
+from engine.testing.suites.grammar import END, LIST, PERSON, vocabulary
+from engine.testing.suites.grammar import SAMPLES as ALL_SAMPLES
 
 VOCABULARY = vocabulary()
+SAMPLES = [sample for sample in ALL_SAMPLES if sample.grammar.kind != "ebnf"]  # llguidance knows no EBNF
 MUTANTS = Path(__file__).parents[1] / "testing" / "grammar_mutants.py"
 
 

@@ -190,6 +190,13 @@ class TestLLGuidance(GrammarSuite):
     plugin = "llguidance"
 
 
+@pytest.mark.skipif(
+    not (find_spec("xgrammar") and find_spec("tvm_ffi")), reason="needs pip install 'sixhooks[xgrammar]'"
+)
+class TestXGrammar(GrammarSuite):
+    plugin = "xgrammar"
+
+
 class TestHermes(ToolParserSuite):
     plugin = "hermes"
     texts = (

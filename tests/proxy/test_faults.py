@@ -120,6 +120,47 @@ def test_streams_come_through_byte_for_byte(path, scene, engines, heard):
         assert through.headers[name] == direct.headers[name]
 
 
+def answer_of(response):
+    """What a response says, without what is new each time."""
+    [item] = response["output"]
+    return item["content"][0]["text"], response["status"], response["usage"]["output_tokens"], response["metadata"]
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_responses_are_those_of_one_engine(style, scene, engines):
+    proxy, giver = scene(style=style), engines[0]
+    wish = {"input": f"Number {next(NUMBERS)} " * 40, "instructions": "Be odd.", "max_output_tokens": 12,
+            "metadata": {"team": "a"}}  # fmt: skip
+    through = proxy.http.post("/v1/responses", json=wish).raise_for_status().json()
+    assert answer_of(through) == answer_of(giver.http.post("/v1/responses", json=wish).raise_for_status().json())
+    assert through["metadata"] == {"team": "a"}
+    assert through["usage"]["input_tokens_details"]["cached_tokens"] > 0
+    assert proxy.count("pairings", how="handed") == 1
+    proxy.ended({"answered": 1})
+
+
+def test_streams_of_responses_come_through_byte_for_byte(scene, heard):
+    proxy = scene()
+    wish = {"input": f"Number {next(NUMBERS)} ü 😀 " * 30, "max_output_tokens": 12, "stream": True}
+    through = proxy.http.post("/v1/responses", json=wish)
+    assert through.content == b"".join(heard)
+    events = [
+        json.loads(line.removeprefix("data: ")) for line in through.text.splitlines() if line.startswith("data: ")
+    ]
+    assert [events[0]["type"], events[-1]["type"]] == ["response.created", "response.incomplete"]
+    assert proxy.count("pairings", how="handed") == 1
+    proxy.ended({"answered": 1})
+
+
+def test_responses_that_are_wrong_are_refused_by_the_engine(scene, engines):
+    proxy = scene()
+    for wrong in ({"max_output_tokens": 0}, {"inputs": "x"}, {"model": "gpt-4"}, {"store": True}):
+        wish = {"input": "x", **wrong}
+        answer, direct = (one.post("/v1/responses", json=wish) for one in (proxy.http, engines[1].http))
+        assert (answer.status_code, answer.json()) == (direct.status_code, direct.json())
+    proxy.ended({"refused": 4})
+
+
 def test_errors_of_requests_are_the_engines_own(scene, engines):
     proxy = scene()
     for wrong in (

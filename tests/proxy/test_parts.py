@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from engine.core import ConfigError, InvalidRequest
 from engine.plugins.frontends._errors import HTTPError
-from engine.proxy.bodies import Wish
+from engine.proxy.bodies import RESPONSES, Wish
 from engine.proxy.choosing import Chooser
-from engine.proxy.events import Splitter, content, is_opening
+from engine.proxy.events import Splitter, content, error_of, is_opening
+from engine.proxy.faults import code_of, message_of
 from engine.proxy.fleet import Fleet
 from engine.proxy.index import CHUNK, MOST, PrefixIndex, chain_of
 from engine.proxy.options import Address, ProxyOptions
@@ -352,6 +353,31 @@ def test_events_are_passed_on_whole_and_nothing_is_lost(pieces):
 )
 def test_an_event_that_only_announces(said, opening):
     assert is_opening(content(b"data: " + msgspec.json.encode(said) + b"\n\n")) == opening
+
+
+def test_events_of_responses_have_names():
+    created = b'event: response.created\ndata: {"type":"response.created","response":{"error":null}}\n\n'
+    assert is_opening(content(created))
+    assert error_of(content(created)) is None
+    failure = b'event: error\ndata: {"type":"error","code":"queue_timeout","message":"a\\nb","param":null}\n\n'
+    assert (code_of(failure), message_of(failure)) == ("queue_timeout", "a b")
+    assert not is_opening(content(failure))
+    last = b'event: response.failed\ndata: {"type":"response.failed","response":{"error":{"code":"server_error"}}}\n\n'
+    assert error_of(content(last)) == {"code": "server_error"}
+    done = b'event: response.completed\ndata: {"type":"response.completed","response":{"error":null}}\n\n'
+    assert error_of(content(done)) is None
+    assert (error_of({"error": None}), error_of({"error": {"code": "x"}})) == (None, {"code": "x"})
+
+
+def test_what_an_engine_for_prompts_is_asked():
+    wish = Wish.parse(RESPONSES, b'{"input": "ab", "max_output_tokens": 9, "stream": true, "stream_options": {}}')
+    asked = json.loads(wish.for_prefill({"kv_a": "1"}))
+    assert asked == {"input": "ab", "max_output_tokens": 1, "stream": False, "metadata": {"kv_a": "1"}}
+    one, other = (
+        Wish.parse(RESPONSES, json.dumps({"input": "x" * 9000, "instructions": words}).encode()) for words in ("a", "b")
+    )
+    assert one.chain
+    assert not set(one.chain) & set(other.chain), "instructions come before the input"
 
 
 def test_an_event_without_an_object():

@@ -172,7 +172,7 @@ def test_what_has_no_number_in_json_is_at_the_floor() -> None:
         ({"temprature": 1}, "unknown_field"),
         ({"tools": [{}]}, "unsupported"),
         ({"best_of": 3}, "unsupported"),
-        ({"cache": {"ttl": 1}}, "unsupported"),
+        ({"cache": {"ttl": 0}}, "invalid_value"),
         ({"prompt": [1] * 9000}, "above_limit"),
         ({"max_tokens": 10**6}, "above_limit"),
         ({"n": 200}, "above_limit"),
@@ -284,6 +284,7 @@ def test_what_the_cache_may_do(server: Any) -> None:
 
     assert [cached(1000, write=False), cached(1000, write=False), cached(1000), cached(1000)] == [0, 0, 0, 96]
     assert [cached(1000, read=False), cached(1000, salt="mine"), cached(1000, salt="mine")] == [0, 0, 96]
+    assert [cached(2000, ttl=1e-6), cached(2000, ttl=1e-6), cached(2000, ttl=9000), cached(2000)] == [0, 0, 0, 96]
 
 
 @pytest.mark.parametrize("stream", [False, True])

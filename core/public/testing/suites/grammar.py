@@ -70,6 +70,8 @@ SAMPLES = (
     Sample(Grammar.choice(["12", "true"], field=FIELD), ["12", "true"], lambda text: text in ("12", "true")),
     Sample(Grammar.lark('start: "a" inner? "b"\ninner: "(" start ")"', field=FIELD), ["ab", "a(ab)b"],
            lambda text: re.fullmatch(r"(a\()*ab(\)b)*", text) is not None and text.count("(") == text.count(")")),
+    Sample(Grammar.ebnf('root ::= "é" inner? [b-d]\ninner ::= "(" root ")"', field=FIELD), ["éb", "é(éd)c"],
+           lambda text: bool(re.fullmatch(r"(é\()*é[b-d](\)[b-d])*", text)) and text.count("(") == text.count(")")),
 )  # fmt: skip
 BAD = (
     Grammar(kind="json", text='{"type": "str"}', field=FIELD),
@@ -77,6 +79,7 @@ BAD = (
     Grammar(kind="json", text='{"$ref": "#/$defs/nowhere"}', field=FIELD),
     Grammar(kind="regex", text="(ab", field=FIELD),
     Grammar(kind="lark", text="start: nowhere", field=FIELD),
+    Grammar(kind="ebnf", text="root ::= nowhere", field=FIELD),
 )
 
 
@@ -85,18 +88,30 @@ class GrammarSuite(Suite):
 
     role = "grammar"
     vocabulary: ClassVar[Vocabulary] = vocabulary()
+    _compiler: ClassVar[GrammarCompiler | None] = None
 
     @classmethod
     def situations(cls) -> list[Sample]:
         """Samples of the kinds that it takes."""
         return [sample for sample in SAMPLES if sample.grammar.kind in cls().found().cls.kinds]  # type: ignore[attr-defined]
 
+    @classmethod
+    def teardown_class(cls) -> None:
+        """Close the compiler that the rules shared."""
+        if (compiler := cls.__dict__.get("_compiler")) is not None:
+            cls._compiler = None
+            compiler.close()
+
     def prepared(self) -> GrammarCompiler:
-        """One that knows the vocabulary."""
+        """One that knows the vocabulary, for all rules: preparing may take seconds."""
+        cls = type(self)
+        if (known := cls.__dict__.get("_compiler")) is not None:
+            return known  # type: ignore[no-any-return]
         compiler: GrammarCompiler = self.make()
         if (why := compiler.missing()) is not None:
             raise Violation(f"it cannot be tried here: {why}")
         compiler.prepare(self.vocabulary)
+        cls._compiler = compiler
         return compiler
 
     def try_once(self, plugin: Plugin) -> None:
