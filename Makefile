@@ -38,7 +38,7 @@ lint: install
 
 types: install
 	cd "$$($(BIN)/python tools/source_tree.py)" && \
-	  MYPYPATH=. ../../$(BIN)/mypy --config-file ../../pyproject.toml -p engine.core -p engine.testing -p engine.plugins -p engine.proxy -p engine.cli
+	  MYPYPATH=. ../../$(BIN)/mypy --config-file ../../pyproject.toml -p engine.core -p engine.testing -p engine.plugins -p engine.proxy -p engine.lab -p engine.cli
 
 imports: install
 	cd "$$($(BIN)/python tools/source_tree.py)" && PYTHONPATH=. ../../$(BIN)/lint-imports --no-logo --no-cache ../../pyproject.toml

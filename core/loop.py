@@ -61,6 +61,10 @@ class EngineCore:
     """Owns every request and drives the plugins. Use ``assemble`` to build one from a configuration.
 
     In ``overlap`` mode each step is planned before the outcome of the one before is known, while it is being computed.
+
+    Args:
+        clock: seconds, for all that depends on time: deadlines, policies, how long loads take.
+        sleep: waits for so many of them.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class EngineCore:
         audit_every_step: bool = False,
         ask_seconds: float | Mapping[str, float] = ASK_SECONDS,
         clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
         cache_log: CacheLog | None = None,
         cache_feed: CacheFeed | None = None,
         description: Mapping[str, Any] | None = None,
@@ -102,7 +107,8 @@ class EngineCore:
         self._audit = audit_every_step
         self._description = dict(description or {})
         self.flight = Flight(overlap=overlap)
-        self._pipeline = Pipeline(executor, background=overlap and executor.overlaps)
+        self._pipeline = Pipeline(executor, background=overlap and executor.overlaps and executor.threaded)
+        self._sleep = sleep
         self._last: Plan | None = None
         self._progress = Progress()
         self.broken: str | None = None
@@ -117,7 +123,7 @@ class EngineCore:
         self.grammars = GrammarDesk(self, grammar, vocabulary, seconds=grammar_seconds, threads=grammar_threads)
         self._refused: list[tuple[str, InvalidRequest]] = []
         self._results = ResultApplier(limits, kv, self.counters, overlap=overlap)
-        context = Context(limits=limits, pool=self.pool, model=model)
+        context = Context(limits=limits, pool=self.pool, model=model, clock=clock)
         for plugin in self._plugins:
             started(plugin, context)
         self.cache.open()
@@ -316,7 +322,7 @@ class EngineCore:
         if plan:
             self._pipeline.launch(plan)
         elif before is None and (self.exchange or len(self.grammars)):
-            time.sleep(REST)  # there is nothing to do but to wait for a connector, or for a grammar
+            self._sleep(REST)  # there is nothing to do but to wait for a connector, or for a grammar
         if before is not None:
             self._complete(before)
         if self.flight.oldest is plan and not (plan and self.flight.overlap):

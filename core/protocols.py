@@ -6,6 +6,7 @@ with its validated options; the core then calls ``start`` once, in the order exe
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -122,11 +123,16 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """What a plugin is given at ``start``."""
+    """What a plugin is given at ``start``.
+
+    ``clock`` is the engine's own, in seconds: whoever asks for the time asks it, so that an engine whose time is
+    simulated decides as one whose time passes.
+    """
 
     limits: Limits
     pool: PagePool
     model: ModelInfo
+    clock: Callable[[], float] = time.monotonic
 
 
 class Plugin:
@@ -423,11 +429,13 @@ class Executor(Plugin, ABC):
         uses_attention: an attention backend must be selected for it.
         overlaps: ``launch`` may be called in a thread of its own, with plans that were made before the outcome of the
             one before was known (``Plan.awaits``). Without it the engine plans and executes in turns.
+        threaded: where it overlaps, ``launch`` is called in that thread. False for one whose ``launch`` takes no time.
         sampling: which of ``engine.core.sampling.SAMPLING`` it acts on. Requests that use another are refused by name.
     """
 
     uses_attention: ClassVar[bool] = False
     overlaps: ClassVar[bool] = False
+    threaded: ClassVar[bool] = True
     sampling: ClassVar[tuple[str, ...]] = ()
 
     def use(self, *, model: str, attention: Attention | None, seed: int) -> None:

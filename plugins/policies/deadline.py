@@ -17,7 +17,7 @@ from pydantic import Field
 
 from engine.core.hookspecs import hookimpl
 from engine.core.plan import Outcome
-from engine.core.protocols import PluginOptions, Policy
+from engine.core.protocols import Context, PluginOptions, Policy
 from engine.core.request import Request
 from engine.core.view import StepView
 from engine.plugins.policies._known import Known
@@ -28,7 +28,7 @@ from engine.plugins.policies._pace import Pace
 class Deadline(Policy):
     """Orders the queue by ``metadata["deadline"]`` (engine-clock seconds) or ``["deadline_in"]`` (after arrival).
 
-    Attribute ``clock`` is the engine's default clock: replace it where the engine was given another.
+    Attribute ``clock`` is the engine's, from the start on.
     """
 
     name = "deadline"
@@ -45,6 +45,10 @@ class Deadline(Policy):
         self.clock: Callable[[], float] = time.monotonic
         self._pace = Pace()
         self._known: Known[float] = Known()  # when each is due
+
+    def start(self, context: Context) -> None:
+        """Go by the engine's clock."""
+        self.clock = context.clock
 
     @hookimpl
     def order(self, step: StepView, waiting: Sequence[Request]) -> Sequence[Request] | None:

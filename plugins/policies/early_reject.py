@@ -17,7 +17,7 @@ from pydantic import Field
 
 from engine.core.hookspecs import hookimpl
 from engine.core.plan import Outcome, Reject
-from engine.core.protocols import PluginOptions, Policy
+from engine.core.protocols import Context, PluginOptions, Policy
 from engine.core.request import Request
 from engine.core.view import StepView
 from engine.plugins.policies._lengths import OutputLengths
@@ -32,7 +32,7 @@ MAX_PLACES = 1024
 class EarlyReject(Policy):
     """Rejects requests whose ``metadata["deadline"]`` (or ``deadline_in``) the backlog puts out of reach.
 
-    Requests without a deadline are never rejected. Attribute ``clock`` is the engine's default clock.
+    Requests without a deadline are never rejected. Attribute ``clock`` is the engine's, from the start on.
     """
 
     name = "early-reject"
@@ -51,6 +51,10 @@ class EarlyReject(Policy):
         self._lengths = OutputLengths(self.options.key)
         self._hopeless: dict[Request, float] = {}  # request -> seconds that it would be late
         self._looked = -PATIENCE
+
+    def start(self, context: Context) -> None:
+        """Go by the engine's clock."""
+        self.clock = context.clock
 
     @hookimpl
     def order(self, step: StepView, waiting: Sequence[Request]) -> Sequence[Request] | None:

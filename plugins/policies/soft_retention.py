@@ -43,7 +43,8 @@ class SoftRetention(Policy):
         self._most = 0
 
     def start(self, context: Context) -> None:
-        """Learn the size of the pool."""
+        """Learn the size of the pool, and which clock the engine goes by."""
+        self.clock = context.clock
         self._most = int(context.limits.num_pages * float(self.options.budget))
 
     @hookimpl
