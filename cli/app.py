@@ -23,6 +23,7 @@ from engine.cli import (
     render,
     replay,
     serve,
+    simulate,
     top,
 )
 from engine.cli.flags import split_dotted
@@ -39,6 +40,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "doctor": doctor.doctor,
     "render": render.render,
     "replay": replay.replay,
+    "simulate": simulate.simulate,
 }
 OF_CACHE: dict[str, Callable[..., None]] = {
     "stats": cache.stats,

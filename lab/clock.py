@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class SimulatedClock:
-    """Seconds since the start of a simulation. Called, it tells them: an engine's ``clock``; ``sleep`` is its ``sleep``.
+    """Seconds since the start of a simulation. Called, it tells them: an engine's ``clock`` and ``sleep``.
 
     Attribute ``now``: the time; whoever drives the simulation may set it to a later one.
     """

@@ -1,4 +1,4 @@
-"""Requests that follow from each other: conversations, whose every turn begins with all before it, and trees of agents."""
+"""Requests that follow from each other: conversations, whose turns begin with all before them, and trees of agents."""
 
 from __future__ import annotations
 
@@ -41,9 +41,14 @@ class Conversations(Source):
                 name = f"s{number}.{turn}"
                 arrivals.append(
                     Arrival(
-                        name, max(0.0, pause(rng)) if before else now, (*system, own), whole(output, rng),
-                        after=(before,) if before else (), continues=before, session=f"s{number}",
-                    )  # fmt: skip
+                        name,
+                        max(0.0, pause(rng)) if before else now,
+                        (*system, own),
+                        whole(output, rng),
+                        after=(before,) if before else (),
+                        continues=before,
+                        session=f"s{number}",
+                    )
                 )
                 before = name
         return Workload(arrivals, self.spelled())
@@ -91,18 +96,30 @@ class Agents(Source):
                 name = f"{session}.{call}"
                 found.append(
                     Arrival(
-                        name, max(0.0, pause(rng)) if before else 0.0, (own,) if before else (*shared("worker"), own),
-                        whole(output, rng), after=(before or plan.id,), continues=before, tenant=run, session=session,
-                    )  # fmt: skip
+                        name,
+                        max(0.0, pause(rng)) if before else 0.0,
+                        (own,) if before else (*shared("worker"), own),
+                        whole(output, rng),
+                        after=(before or plan.id,),
+                        continues=before,
+                        tenant=run,
+                        session=session,
+                    )
                 )
                 before = name
             ends.append(before)
         report = Piece(seed_of(seed, run, "report"), sum(whole(output, rng) for _ in ends))
         found.append(
             Arrival(
-                f"{run}.end", 0.0, (report,), whole(output, rng), after=(plan.id, *ends), continues=plan.id, tenant=run,
+                f"{run}.end",
+                0.0,
+                (report,),
+                whole(output, rng),
+                after=(plan.id, *ends),
+                continues=plan.id,
+                tenant=run,
                 session=run,
-            )  # fmt: skip
+            )
         )
         return found
 

@@ -1,4 +1,4 @@
-"""How long a step takes: computed from the sizes of model and GPU (a roofline), or fitted to steps that were measured."""
+"""How long a step takes: computed from the sizes of model and GPU (a roofline), or fitted to measured steps."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from engine.core.request import Request
 from engine.lab.clock import SimulatedClock
 from engine.lab.cost import CostModel, Roofline, load_fitted
 from engine.lab.gpus import gpu
-from engine.lab.shapes import ModelShape, shape
+from engine.lab.shapes import shape
 from engine.lab.work import work_of
 
 WHERE = "engine.lab.executor:ModelledExecutor"
@@ -29,11 +29,11 @@ Dtype = Literal["float32", "bfloat16", "float16", "fp8", "int8", "int4"]
 class ModelledExecutor(Executor):
     """A device of modelled speed. A request is answered with one token, again and again: its own, never an end.
 
-    On a ``SimulatedClock`` time passes at once, on any other it is waited for. In overlap mode the device goes on with
-    the next step as soon as it has one, while the host plans.
+    In overlap mode the device goes on with the next step as soon as it has one, while the host plans.
 
     Attributes:
         cost: says how long steps take; may be replaced before the first.
+        simulated: the clock on which time passes at once; ``None``: it is the machine's, and is waited for.
         busy: seconds that the device has computed so far.
         work: tokens computed, and rows, so far.
     """
@@ -51,13 +51,18 @@ class ModelledExecutor(Executor):
         bandwidth_share: float = Field(0.8, gt=0, le=1, description="part of the memory's peak that reads reach")
         memory_share: float = Field(0.9, gt=0, le=1, description="part of the memory that weights and KV may use")
         step_ms: float = Field(0.5, ge=0, description="time of a step on the device, whatever it computes")
-        host_ms: float = Field(1.0, ge=0, description="time between two steps in which the engine plans (not overlapped)")
-        cost: str | None = Field(None, description="file of a fitted cost, instead of all that; see engine simulate --fit")
+        host_ms: float = Field(
+            1.0, ge=0, description="time between two steps in which the engine plans (not overlapped)"
+        )
+        cost: str | None = Field(
+            None, description="file of a fitted cost, instead of all that; see engine simulate --fit"
+        )
 
     def __init__(self, options: Any = None) -> None:
         super().__init__(options)
         self._said: dict[Request, tuple[int, ...]] = {}
         self._free = 0.0  # when the device has computed all that it was given
+        self.simulated: SimulatedClock | None = None
         self.busy = 0.0
         self.work = [0, 0]
 
@@ -66,8 +71,7 @@ class ModelledExecutor(Executor):
         self._model = model
 
     def load(self) -> ModelInfo:
-        """Raises ``ModelError`` where the model's sizes are not known, ``ConfigError`` where the device is not, or where
-        the model does not fit."""
+        """Raises ``ModelError`` where the model's sizes are not known, ``ConfigError`` where the device is not."""
         options = self.options
         self.shape = shape(self._model)
         self.cost: CostModel = self._roofline() if options.cost is None else load_fitted(Path(options.cost))
@@ -84,8 +88,8 @@ class ModelledExecutor(Executor):
         options = self.options
         return Roofline(
             model=self.shape, gpu=gpu(options.gpu), degree=options.tensor_parallel, compute_share=options.compute_share,
-            bandwidth_share=options.bandwidth_share, weight_bytes=BYTES[options.dtype], kv_bytes=BYTES[options.kv_dtype],
-            overhead=options.step_ms / 1e3,
+            bandwidth_share=options.bandwidth_share, weight_bytes=BYTES[options.dtype],
+            kv_bytes=BYTES[options.kv_dtype], overhead=options.step_ms / 1e3,
         )  # fmt: skip
 
     @property
@@ -124,9 +128,7 @@ class ModelledExecutor(Executor):
 
     def start(self, context: Context) -> None:
         """Go by the engine's clock."""
-        clock = context.clock
-        self._clock = clock
-        self._simulated = clock if isinstance(clock, SimulatedClock) else None
+        self._clock = context.clock
         self._vocab = context.limits.vocab_size
 
     def launch(self, plan: Plan) -> Callable[[], Outcome]:
@@ -145,7 +147,7 @@ class ModelledExecutor(Executor):
         return self.launch(plan)()
 
     def _at(self, done: float, outcome: Outcome) -> Outcome:
-        simulated = self._simulated
+        simulated = self.simulated
         if simulated is not None:
             simulated.now = max(simulated.now, done)
         elif (left := done - self._clock()) > 0:
@@ -168,9 +170,3 @@ class ModelledExecutor(Executor):
     def forget(self, request: Request) -> None:
         """Its token."""
         self._said.pop(request, None)
-
-
-def shape_of(executor: Executor) -> ModelShape:
-    """The sizes of the model that a modelled executor stands for."""
-    assert isinstance(executor, ModelledExecutor)
-    return executor.shape

@@ -1,4 +1,4 @@
-"""KV from simulated engines that compute prompts to simulated engines that answer: transfers that take modelled time."""
+"""KV from simulated engines that compute prompts to those that answer: transfers that take modelled time."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class ModelledHandoff(Connector):
 
     @hookimpl
     def transfer_kv(self, transfers: Sequence[Transfer]) -> Sequence[TransferEvent]:
-        """Look-ups are answered at once, transfers when their time has come. What was cancelled ends as if nothing had."""
+        """Look-ups are answered at once, transfers when their time has come, cancelled or not."""
         now, events = self._clock(), []
         for wish in transfers:
             source = str(wish.hints.get(SOURCE, ""))

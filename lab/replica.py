@@ -110,6 +110,7 @@ def replica(
     core = assemble(config.model_copy(update=changed), registry, clock=clock, sleep=clock.sleep)
     executor = core.executor
     assert isinstance(executor, ModelledExecutor)
+    executor.simulated = clock
     if cost is not None:
         executor.cost = cost
     for connector in core.exchange.connectors:

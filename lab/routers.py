@@ -27,6 +27,18 @@ class Router(ABC):
     def __init__(self, engines: int) -> None:
         self.open = [0] * engines
         self.tokens = [0] * engines
+        self._next = 0
+
+    def least(self, counts: Sequence[int]) -> int:
+        """The engine with the least; of equals the next in turn, so that idle engines are not all the first. Mutates
+        whose turn it is."""
+        fewest = min(counts)
+        try:
+            chosen = counts.index(fewest, self._next)
+        except ValueError:
+            chosen = counts.index(fewest)
+        self._next = (chosen + 1) % len(counts)
+        return chosen
 
     @abstractmethod
     def choose(self, prompt: Sequence[int]) -> int:
@@ -52,10 +64,6 @@ class RoundRobin(Router):
 
     name = "round-robin"
 
-    def __init__(self, engines: int) -> None:
-        super().__init__(engines)
-        self._next = 0
-
     def choose(self, prompt: Sequence[int]) -> int:
         """Whose turn it is."""
         chosen, self._next = self._next, (self._next + 1) % len(self.open)
@@ -63,23 +71,23 @@ class RoundRobin(Router):
 
 
 class LeastOpen(Router):
-    """The one with the fewest open requests; of equals the first."""
+    """The one with the fewest open requests."""
 
     name = "least-open"
 
     def choose(self, prompt: Sequence[int]) -> int:
         """Looks at no prompt."""
-        return self.open.index(min(self.open))
+        return self.least(self.open)
 
 
 class LeastTokens(Router):
-    """The one that owes the fewest tokens; of equals the first."""
+    """The one that owes the fewest tokens."""
 
     name = "least-tokens"
 
     def choose(self, prompt: Sequence[int]) -> int:
         """Looks at no prompt."""
-        return self.tokens.index(min(self.tokens))
+        return self.least(self.tokens)
 
 
 class PrefixAware(Router):
@@ -106,11 +114,11 @@ class PrefixAware(Router):
         most, least = max(self.open), min(self.open)
         known, matched = self._longest(blocks)
         if most > least + self.BALANCE_ABS and most > least * self.BALANCE_REL:
-            chosen = self.open.index(least)
+            chosen = self.least(self.open)
         elif known and matched * self.BLOCK >= self.MATCH * len(prompt):
             chosen = min(known, key=lambda engine: (self.open[engine], engine))
         else:
-            chosen = self.tokens.index(min(self.tokens))
+            chosen = self.least(self.tokens)
         self._remember(chosen, blocks)
         return chosen
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from engine.core.config import EngineConfig
 from engine.core.errors import ConfigError, InvalidRequest, QueueFull
+from engine.core.plan import Delta
 from engine.core.registry import Registry
 from engine.core.request import Finish, Request, SamplingParams
 from engine.lab.cost import CostModel
@@ -297,22 +298,29 @@ class Simulation:
             one.due = True
             self._push(max(now, one.clock.now), TURN, one)
 
-    def _tell(self, one: Replica, news: Sequence[Any], now: float) -> None:
+    def _tell(self, one: Replica, news: Sequence[Delta], now: float) -> None:
         """Tokens and ends of a step that is over."""
         opens = self._open
-        for name, tokens, finish, detail, *_ in news:
-            opened = opens[name]
+        for delta in news:  # a row each: no name is given to what is looked at once
+            opened = opens[delta[0]]
+            tokens = delta[1]
             if tokens:
                 times = opened.times
-                if not times and opened.side is not None:
-                    prompt = len(opened.tokens)
-                    opened.side.answered(one.number, prompt)
-                    opened.owed -= prompt
+                if not times:
+                    self._answered(opened, one)
                 times.append(now)
                 if len(tokens) > 1:
                     times.extend([now] * (len(tokens) - 1))
-            if finish is not None:
-                self._ended(opened, one, finish, detail, now)
+            if delta[2] is not None:
+                self._ended(opened, one, delta[2], delta[3], now)
+
+    @staticmethod
+    def _answered(opened: _Open, one: Replica) -> None:
+        """The first token came: the router counts the prompt no more."""
+        assert opened.side is not None
+        prompt = len(opened.tokens)
+        opened.side.answered(one.number, prompt)
+        opened.owed -= prompt
 
     def _ended(self, opened: _Open, one: Replica, finish: Finish, detail: str | None, now: float) -> None:
         """An engine has ended it. Where that was its prompt alone, it goes on elsewhere."""
@@ -334,14 +342,23 @@ class Simulation:
         self._gaps.append(gaps)
         self._done.append(
             Timed(
-                id=arrival.id, tenant=arrival.tenant, arrival=came, prompt=len(opened.tokens), output=len(times),
-                finish=finish, detail=detail, queue=None if started is None else started - came,
-                ttft=times[0] - came if times else None, e2e=now - came,
+                id=arrival.id,
+                tenant=arrival.tenant,
+                arrival=came,
+                prompt=len(opened.tokens),
+                output=len(times),
+                finish=finish,
+                detail=detail,
+                queue=None if started is None else started - came,
+                ttft=times[0] - came if times else None,
+                e2e=now - came,
                 handoff=None if second is None else second - opened.prefilled,
                 cached=0 if first is None else first.cached_tokens,
                 preemptions=sum(one.preemptions for one in (opened.prefill, request) if one is not None),
-                engine=opened.at.name if opened.at is not None else "", prefill_engine=opened.prefill_engine, **own,
-            )  # fmt: skip
+                engine=opened.at.name if opened.at is not None else "",
+                prefill_engine=opened.prefill_engine,
+                **own,
+            )
         )
         self._last = max(self._last, now)
         well = finish in (Finish.LENGTH, Finish.STOP)

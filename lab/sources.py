@@ -44,7 +44,7 @@ def sources() -> dict[str, type[Source]]:
 
 
 def source(text: str) -> Source:
-    """``NAME``, or ``NAME:key=value,key=value``. Raises ``ConfigError``, with what is near where something is unknown."""
+    """``NAME``, or ``NAME:key=value,key=value``. Raises ``ConfigError``, with what is near to what is unknown."""
     name, _, rest = text.partition(":")
     known = sources()
     kind = known.get(name)

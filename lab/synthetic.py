@@ -49,9 +49,13 @@ class Independent(Source):
             start = [Piece(seed_of(seed, "prefix", rng.randrange(self.prefixes)), self.prefix)] if self.prefix else []
             arrivals.append(
                 Arrival(
-                    f"r{number}", when, (*start, own), whole(output, rng), deadline=self.deadline,
+                    f"r{number}",
+                    when,
+                    (*start, own),
+                    whole(output, rng),
+                    deadline=self.deadline,
                     tenant=f"t{rng.randrange(self.tenants)}" if self.tenants > 1 else "",
-                )  # fmt: skip
+                )
             )
         return Workload(arrivals, self.spelled())
 

@@ -1,4 +1,4 @@
-"""Recorded workloads in public formats. Only lengths, times and hashes of prompts are in them: the tokens are made up."""
+"""Recorded workloads in public formats. Only lengths, times and hashes are in them: the tokens are made up."""
 
 from __future__ import annotations
 

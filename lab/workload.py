@@ -7,7 +7,7 @@ Requests whose prompts begin with equal pieces share a prefix.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -104,17 +104,24 @@ class Workload:
     def _check(self) -> None:
         seen: set[str] = set()
         for one in self.arrivals:
-            wrong = (
-                "its id is there twice" if one.id in seen
-                else f"its time is {one.at!r}" if not 0 <= one.at < float("inf")
-                else "it has no prompt" if not one.continues and one.new_tokens < 1
-                else f"it wants {one.output} tokens" if one.output < 1
-                else f"it continues {one.continues!r}, which it does not follow" if one.continues not in ("", *one.after)
-                else next((f"it follows {other!r}, which is not before it" for other in one.after if other not in seen), "")
-            )  # fmt: skip
-            if wrong:
+            if wrong := _wrong(one, seen):
                 raise ConfigError(f"workload {self.name!r}, request {one.id!r}: {wrong}")
             seen.add(one.id)
+
+
+def _wrong(one: Arrival, seen: Container[str]) -> str:
+    """What is wrong with a request that comes after those that were seen; empty: nothing."""
+    if one.id in seen:
+        return "its id is there twice"
+    if not 0 <= one.at < float("inf"):
+        return f"its time is {one.at!r}"
+    if one.new_tokens < 1 and not one.continues:
+        return "it has no prompt"
+    if one.output < 1:
+        return f"it wants {one.output} tokens"
+    if one.continues and one.continues not in one.after:
+        return f"it continues {one.continues!r}, which it does not follow"
+    return next((f"it follows {other!r}, which is not before it" for other in one.after if other not in seen), "")
 
 
 def together(workloads: Sequence[Workload]) -> Workload:
@@ -127,9 +134,12 @@ def together(workloads: Sequence[Workload]) -> Workload:
         for one in workload:
             named.append(
                 replace(
-                    one, id=f"{number}.{one.id}", after=tuple(f"{number}.{other}" for other in one.after),
-                    continues=one.continues and f"{number}.{one.continues}", tenant=one.tenant or f"w{number}",
-                )  # fmt: skip
+                    one,
+                    id=f"{number}.{one.id}",
+                    after=tuple(f"{number}.{other}" for other in one.after),
+                    continues=one.continues and f"{number}.{one.continues}",
+                    tenant=one.tenant or f"w{number}",
+                )
             )
     return Workload(named, " + ".join(workload.name for workload in workloads))
 
