@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 GRAMMAR = "grammar"  # what a request is parked on
-REMEMBERED = 64  # compiled grammars that are kept for the next who asks
+REMEMBERED = 64  # outcomes kept for who asks next: it costs a matcher alone, and no thread is lost twice to a slow one
 MOST_LOST = 4  # compiles that were given up and have not ended: with as many, none is begun
 MOST_MATCHERS = 16  # that a job makes: what compiling may take is no limit for a crowd
 STACK = 64 << 20  # bytes of a compiling thread's: libraries go deeper with every rule that refers to another
@@ -44,6 +44,7 @@ class Job:
     Attributes:
         began: when, in seconds of ``time.monotonic``.
         matchers: for some of those who wait, all if they are few.
+        error: why there is none; also that it was given up, while it is being compiled.
     """
 
     grammar: Grammar
@@ -52,7 +53,6 @@ class Job:
     compiled: CompiledGrammar | None = None
     matchers: dict[Request, Matcher] = field(default_factory=dict)
     error: InvalidRequest | None = None
-    given_up: bool = False
 
 
 class GrammarDesk:
@@ -94,17 +94,16 @@ class GrammarDesk:
         """Have the request's grammar compiled; it is parked until then. Mutates. Never waits."""
         grammar = request.params.grammar
         assert grammar is not None
-        key = (grammar.kind, grammar.text)
-        job = self._jobs.get(key)
+        job = self._jobs.get(_key(grammar))
         if job is None:
-            job = self._jobs[key] = Job(grammar)
-            self._begin(job, key)
+            job = self._jobs[_key(grammar)] = Job(grammar)
+            self._begin(job)
         job.waiting[request] = None
 
     def forget(self, request: Request) -> None:
         """The request ended. Mutates."""
         grammar = request.params.grammar
-        if grammar is not None and (job := self._jobs.get((grammar.kind, grammar.text))) is not None:
+        if grammar is not None and (job := self._jobs.get(_key(grammar))) is not None:
             job.waiting.pop(request, None)
 
     def collect(self) -> None:
@@ -127,16 +126,16 @@ class GrammarDesk:
 
     # ---- inside
 
-    def _begin(self, job: Job, key: Key) -> None:
-        kept = self._kept.get(key)
+    def _begin(self, job: Job) -> None:
+        kept = self._kept.get(_key(job.grammar))
         if kept is not None:
-            self._kept.move_to_end(key)
+            self._kept.move_to_end(_key(job.grammar))
             job.compiled, job.error = (None, kept) if isinstance(kept, InvalidRequest) else (kept, None)
         (self._queue if job.error is None else self._done).append(job)
 
     def _run(self, job: Job) -> None:
         if not job.waiting:  # all of them have left meanwhile
-            del self._jobs[job.grammar.kind, job.grammar.text]
+            del self._jobs[_key(job.grammar)]
             return
         if len(self._lost) >= MOST_LOST:
             words = f"{len(self._lost)} grammars that take too long keep the compiler busy: try again later"
@@ -157,13 +156,12 @@ class GrammarDesk:
 
     def _ended(self, job: Job) -> None:
         self._working.pop(job, None)
-        key = (job.grammar.kind, job.grammar.text)
         if self._lost.pop(job, None) is not None:
-            self._kept.pop(key, None)  # whoever asks again finds out whether the machine was only busy
+            self._kept.pop(_key(job.grammar), None)  # whoever asks again finds out whether the machine was only busy
             return
         outcome = job.error if job.compiled is None else job.compiled
         if outcome is not None:
-            self._kept[key] = outcome
+            self._kept[_key(job.grammar)] = outcome
             if len(self._kept) > REMEMBERED:
                 self._kept.popitem(last=False)
         self._finish(job)
@@ -172,13 +170,12 @@ class GrammarDesk:
         self._lost[job] = self._working.pop(job)
         words = f"took more than {self._seconds:g} s to compile (grammar_seconds)"
         job.error = InvalidRequest(job.grammar.field, words, code="above_limit")
-        job.given_up = True
-        self._kept[job.grammar.kind, job.grammar.text] = job.error
+        self._kept[_key(job.grammar)] = job.error
         self._finish(job)
 
     def _finish(self, job: Job) -> None:
         """Tell those who wait, and have matchers made for those who came too late for one. Mutates."""
-        del self._jobs[job.grammar.kind, job.grammar.text]
+        del self._jobs[_key(job.grammar)]
         left = Job(job.grammar, compiled=job.compiled)
         for request in job.waiting:
             if request.finished:
@@ -192,7 +189,7 @@ class GrammarDesk:
                 request.guide = Guide(matcher, self._vocabulary)
                 self._core.ready(request.id, GRAMMAR)
         if left.waiting:
-            self._jobs[job.grammar.kind, job.grammar.text] = left
+            self._jobs[_key(job.grammar)] = left
             self._queue.append(left)
 
     # ---- in a compiling thread
@@ -212,7 +209,7 @@ class GrammarDesk:
             for request in list(job.waiting)[:MOST_MATCHERS]:
                 job.matchers[request] = compiled.matcher() if first is None else first
                 first = None
-            if not job.given_up and job.compiled is None:
+            if job.error is None and job.compiled is None:  # nobody has given it up
                 job.compiled = compiled
                 self.compiled += 1
         except InvalidRequest as error:
@@ -238,6 +235,11 @@ class GrammarDesk:
                 self._compiler.prepare(vocabulary)
                 self._vocabulary = vocabulary
         return self._vocabulary, self._compiler
+
+
+def _key(grammar: Grammar) -> Key:
+    """A grammar without the field that it came from, which is for errors."""
+    return grammar.kind, grammar.text
 
 
 def _named(error: InvalidRequest, request: Request) -> InvalidRequest:

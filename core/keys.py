@@ -9,13 +9,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine.core.config import KEY, EngineConfig
 from engine.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from engine.core.config import EngineConfig
     from engine.core.protocols import Frontend
 
-KEY = re.compile(r"[\x21-\x7e]+")
 LABELLED = re.compile(r"([A-Za-z0-9_.-]{1,64}):\s*(.*)")
 
 

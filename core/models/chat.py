@@ -54,8 +54,9 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _now
         self._variables = dict(variables)
         try:
-            self.takes_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
-            self._template = environment.from_string(source)
+            parsed = environment.parse(source)
+            self.takes_tools = "tools" in meta.find_undeclared_variables(parsed)
+            self._template = environment.from_string(parsed)
         except TemplateError as error:
             raise ModelError(f"the model's chat template does not compile: {error}") from error
 

@@ -21,7 +21,8 @@ STEP_SECONDS = (0.001, 0.0025, *SECONDS)
 
 
 class Meter:
-    """Looks at a core after each of its steps. Its cost is in proportion to the requests that a step starts.
+    """Looks at a core after each of its steps. Its cost is in proportion to the requests that a step starts, and to
+    those that are parked.
 
     Attributes:
         steps: seconds of the steps that computed something.
@@ -53,7 +54,7 @@ class Meter:
                 if request.preemptions == 0 and request.started is not None:
                     started.append(Started(request.id, request.started - request.arrival, self._reason(request)))
         self._before, self._planned_at = plan, core.now() - seconds
-        self._parked = frozenset(core.parked) if core.parked else frozenset()
+        self._parked = frozenset(core.parked)
         return started
 
     def histograms(self) -> dict[str, Histogram]:

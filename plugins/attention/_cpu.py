@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.core.batch import Batch
 from engine.core.native import Kernels, PagedBatch, PagedShape
+from engine.plugins.attention._rows import Rows, rows_of
 
 MANY = 1024  # layers that are remembered
 
@@ -28,21 +26,14 @@ class InPlaceAttention:
         self._kernels = kernels
         self._batch = PagedBatch()
         self._at = ctypes.byref(self._batch)
-        self._kept: tuple[NDArray[np.int64] | NDArray[np.int32], ...] = ()
+        self._kept: Rows | None = None  # what it points at
         self._layers: dict[tuple[int, int], _Pages] = {}
 
     def plan_batch(self, batch: Batch) -> None:
         """Lay out lengths and page tables, once for all layers. Replaces those of the step before."""
-        size = batch.page_size
-        starts, counts = np.array(batch.starts, np.int64), np.array(batch.counts, np.int64)
-        used = -(-(starts + counts) // size)
-        offsets = np.zeros(len(starts), np.int64)
-        np.cumsum(used[:-1], out=offsets[1:])
-        firsts = np.zeros(len(starts), np.int64)
-        np.cumsum(counts[:-1], out=firsts[1:])
-        pages = _together(batch.pages, used.tolist(), size)
-        self._kept = (starts, counts, firsts, offsets, pages)
-        self._batch = PagedBatch(*(array.ctypes.data for array in self._kept), len(starts), size)
+        rows = self._kept = rows_of(batch)
+        arrays = (rows.starts, rows.counts, rows.firsts, rows.table, rows.pages)
+        self._batch = PagedBatch(*(array.ctypes.data for array in arrays), len(rows.starts), rows.size)
         self._at = ctypes.byref(self._batch)
 
     def write(self, keys: Tensor, values: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
@@ -95,13 +86,3 @@ class _Pages(NamedTuple):
 def _rows(tensor: Tensor) -> Tensor:
     """The tensor, its heads' numbers side by side."""
     return tensor if tensor.stride(2) == 1 else tensor.contiguous()
-
-
-def _together(tables: Sequence[Sequence[int]], used: Sequence[int], size: int) -> NDArray[np.int32]:
-    """The used part of every table, one after the other."""
-    pages: list[int] = []
-    for row, (table, count) in enumerate(zip(tables, used, strict=True)):
-        if len(table) < count:
-            raise ValueError(f"row {row} needs {count} pages of {size} and has {len(table)}")
-        pages += table[:count]
-    return np.array(pages, np.int32)

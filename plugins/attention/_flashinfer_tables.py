@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.core.batch import Batch
+from engine.plugins.attention._rows import rows_of
 
 Kind = Literal["decode", "prefill", "batch", "cascade"]
 Mixed = Literal["split", "prefill", "batch"]
@@ -52,33 +53,18 @@ class Sharing(NamedTuple):
 
 
 class Step:
-    """A batch, and its rows in parts."""
+    """A batch, and its rows in parts. Raises ``ValueError`` where a page table is too short."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
         self.size = batch.page_size
+        self._rows = rows_of(batch)
         self._firsts = [0, *accumulate(batch.counts)]
         self._lengths = [start + count for start, count in zip(batch.starts, batch.counts, strict=True)]
-        for row, (table, length) in enumerate(zip(batch.pages, self._lengths, strict=True)):
-            if len(table) < (used := -(-length // self.size)):
-                raise ValueError(f"row {row} needs {used} pages of {self.size} and has {len(table)}")
 
     def slots(self) -> NDArray[np.int64]:
         """Where each token of the step is written: page * page_size + offset, ``[tokens]``."""
-        size = self.size
-        if size == 1:
-            parts = [
-                t[s : s + n] for s, n, t in zip(self.batch.starts, self.batch.counts, self.batch.pages, strict=True)
-            ]
-            return np.array([slot for part in parts for slot in part], np.int64)
-        return np.array(
-            [
-                table[at // size] * size + at % size
-                for start, count, table in zip(self.batch.starts, self.batch.counts, self.batch.pages, strict=True)
-                for at in range(start, start + count)
-            ],
-            np.int64,
-        )
+        return self._rows.slots()
 
     def parts(self, mixed: Mixed, sharing: Sharing | None) -> list[Part]:
         """Who computes what.

@@ -13,6 +13,7 @@ from torch import Tensor
 from engine.core.batch import AttentionLayer, Batch
 from engine.core.errors import ConfigError
 from engine.plugins.attention import _triton_kernels as kernels
+from engine.plugins.attention._rows import Ints, Rows, rows_of
 from engine.plugins.attention._triton_blocks import (
     ALIGN,
     LOG2E,
@@ -25,13 +26,10 @@ from engine.plugins.attention._triton_blocks import (
 from engine.plugins.attention._triton_plan import (
     ITEM,
     MERGE,
-    Ints,
     Kind,
     Pieces,
-    Rows,
     padded,
     pieces_of,
-    rows_of,
     tiles_of,
 )
 from engine.plugins.attention._triton_staging import Staging, packed
@@ -137,8 +135,8 @@ class Paged:
         """Lay out page tables, slots and pieces of work, in one copy to the device. Replaces the step before."""
         rows = rows_of(batch)
         work = {kind: self._pieces(kind, rows) for kind in self._kinds}
-        sections = [rows.slots.view(np.int32), rows.pages, *_sections(each for both in work.values() for each in both)]
-        slots, pages, *rest = self._send(sections)
+        pieces = _sections(each for both in work.values() for each in both)
+        slots, pages, *rest = self._send([rows.slots().view(np.int32), rows.pages, *pieces])
         self._step = Step(slots.view(torch.int64), pages, batch.page_size, rows=rows)
         for kind, both in work.items():
             self._step.work[kind], rest = _launches(both, rest)
@@ -160,7 +158,7 @@ class Paged:
         records: list[Ints] = []
         for pieces, bound in zip(work, bounds, strict=True):
             records += [padded(pieces.items, bound), padded(pieces.merges, count)]
-        array, ends = packed([rows.slots.view(np.int32), *(each.ravel() for each in records)])
+        array, ends = packed([rows.slots().view(np.int32), *(each.ravel() for each in records)])
         place = self._places.get(count)
         if place is None:
             place = self._places[count] = self._place(count, batch.page_size, bounds, len(array), ends)

@@ -3,7 +3,8 @@
 An *item* is a piece of work: a few queries of one row, and a range of that row's keys. Query heads that read one KV
 head stand below each other in the tile of queries (``BLOCK_M``), so each key is read once for all of them. An item that
 has all keys of its queries writes their answer; others write a part, with the logarithm of its weight, and a second
-kernel merges the parts of a tile.
+kernel merges the parts of a tile. What the numbers of items and merges are is said where they are made
+(``_triton_plan``).
 
 What a mask hides is never loaded, K and V alike: a weight of zero does not undo a NaN.
 
@@ -18,12 +19,6 @@ import triton.language as tl
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether these kernels run in Triton's interpreter: decided when they are imported."""
-
-ITEM = 8
-"""Numbers of an item: first token, queries, position of the first, first key, end of the keys, page table, part, 0."""
-
-MERGE = 4
-"""Numbers of a merge: first token, queries, first part, parts."""
 
 LOW = tl.constexpr(-1e30)
 

@@ -1,22 +1,23 @@
-"""What backend ``triton`` works out on the host, once a step: slots, page tables, and pieces of work. Numbers only."""
+"""What backend ``triton`` works out on the host, once a step: pieces of work. Numbers only."""
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.core.batch import Batch
+from engine.plugins.attention._rows import Ints, Rows, before
 
-ITEM, MERGE = 8, 4  # numbers of an item and of a merge, as the kernels read them
+ITEM = 8
+"""Numbers of an item: first token, queries, position of the first, first key, end of the keys, page table, part, 0."""
+
+MERGE = 4
+"""Numbers of a merge: first token, queries, first part, parts."""
+
 SPLIT = 128  # keys that a piece has at least
 NOBODY = -1  # the token of an item, and the part of one, that is none
-
-Ints = NDArray[np.int32]
 
 
 class Kind(NamedTuple):
@@ -26,21 +27,6 @@ class Kind(NamedTuple):
     group: int
     kv_heads: int
     window: int
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """A batch as arrays, one number a row; ``table`` is where its page table begins in ``pages``.
-
-    ``slots`` says where each token's K and V go: ``page * page_size + offset``.
-    """
-
-    starts: NDArray[np.int64]
-    counts: NDArray[np.int64]
-    firsts: NDArray[np.int64]
-    table: NDArray[np.int64]
-    pages: Ints
-    slots: NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,25 +49,12 @@ class Pieces(NamedTuple):
     parts: int
 
 
-def rows_of(batch: Batch) -> Rows:
-    """Raises ``ValueError`` where a page table is too short."""
-    size = batch.page_size
-    starts, counts = np.array(batch.starts, np.int64), np.array(batch.counts, np.int64)
-    used = -(-(starts + counts) // size)
-    pages = _together(batch.pages, used.tolist(), size)
-    table, firsts = _before(used), _before(counts)
-    row = np.repeat(np.arange(len(counts)), counts)
-    position = np.arange(len(row)) - firsts[row] + starts[row]
-    slots = pages[table[row] + position // size].astype(np.int64) * size + position % size
-    return Rows(starts, counts, firsts, table, pages, slots)
-
-
 def tiles_of(rows: Rows, chosen: NDArray[Any], queries: int, window: int, align: int) -> Tiles:
     """Tiles of at most so many queries. Their first key is a multiple of ``align``, at or before the first one seen."""
     counts = rows.counts[chosen]
     each = -(-counts // queries)
     row = np.repeat(np.arange(len(counts)), each)
-    done = (np.arange(len(row)) - _before(each)[row]) * queries
+    done = (np.arange(len(row)) - before(each)[row]) * queries
     count = np.minimum(counts[row] - done, queries)
     position = rows.starts[chosen][row] + done
     begin = np.maximum(position - window + 1, 0) // align * align if window else np.zeros_like(position)
@@ -104,7 +77,7 @@ def pieces_of(tiles: Tiles, align: int, wanted: int, fixed: int | None = None) -
     share = -(-share // align) * align
     each = np.maximum(-(-work // share), 1)
     tile = np.repeat(np.arange(len(work)), each)
-    begin = tiles.begin[tile] + (np.arange(len(tile)) - _before(each)[tile]) * share
+    begin = tiles.begin[tile] + (np.arange(len(tile)) - before(each)[tile]) * share
     end = np.minimum(begin + share, tiles.end[tile])
     cut = each > 1
     part = np.where(cut[tile], np.cumsum(cut[tile]) - 1, NOBODY)
@@ -113,7 +86,7 @@ def pieces_of(tiles: Tiles, align: int, wanted: int, fixed: int | None = None) -
                                      tiles.table[tile], part)):  # fmt: skip
         items[:, column] = values
     merges = np.zeros((int(cut.sum()), MERGE), np.int32)
-    for column, values in enumerate((tiles.token[cut], tiles.count[cut], _before(each[cut]), each[cut])):
+    for column, values in enumerate((tiles.token[cut], tiles.count[cut], before(each[cut]), each[cut])):
         merges[:, column] = values
     return Pieces(items[np.argsort(begin - end, kind="stable")], merges, int(each[cut].sum()))
 
@@ -124,18 +97,3 @@ def padded(records: Ints, rows: int) -> Ints:
     result[: len(records)] = records
     result[len(records) :, 0] = NOBODY
     return result
-
-
-def _before(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How many come before each."""
-    return np.cumsum(counts) - counts
-
-
-def _together(tables: Sequence[Sequence[int]], used: Sequence[int], size: int) -> Ints:
-    """The used part of every table, one after the other."""
-    together = array("i")  # half the time of a list and numpy
-    for row, (table, count) in enumerate(zip(tables, used, strict=True)):
-        if len(table) < count:
-            raise ValueError(f"row {row} needs {count} pages of {size} and has {len(table)}")
-        together.extend(table[:count])
-    return np.frombuffer(together, np.int32)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.plugins.attention._triton_plan import Ints
+from engine.plugins.attention._rows import Ints
 
 GRAIN = 32  # numbers; arrays begin at multiples of it, so that the kernels may count on their place
 TURNS = 4  # copies that may be on their way

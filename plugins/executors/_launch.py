@@ -4,13 +4,14 @@ A row that goes on from a token of the step in flight takes it on the device, wh
 has sampled comes to the host by a copy that is waited for when the outcome is asked for, and not before. So requests
 that take the likeliest token, or draw from all tokens or from the likeliest few, never make the device wait.
 
-Batches in which somebody uses ``top_p`` without a small ``top_k``, ``min_tokens``, biases or penalties, or wants
-log-probabilities, choose their tokens before ``launch`` returns: that waits for the device. The next step is planned
-meanwhile all the same.
+Batches in which somebody uses ``top_p`` without a small ``top_k``, ``min_tokens``, biases, penalties or a grammar, or
+wants log-probabilities, choose their tokens before ``launch`` returns: that waits for the device. The next step is
+planned meanwhile all the same.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -34,8 +35,24 @@ from engine.plugins.executors._threads import threads
 UNKNOWN = "the plan computes tokens that are not known yet"
 
 
+def flattened(plan: Plan, rows: Sequence[Row]) -> tuple[list[int], list[int]]:
+    """All rows' tokens and their positions, row after row, ``[sum(counts)]``.
+
+    Raises:
+        ExecutionError: the rows have fewer than the plan counts, since some are not known yet.
+    """
+    ids: list[int] = []
+    positions: list[int] = []
+    for row, count in zip(rows, plan.counts, strict=True):
+        ids += row.tokens
+        positions += range(row.start, row.start + count)
+    if len(ids) != len(positions):
+        raise ExecutionError(UNKNOWN)
+    return ids, positions
+
+
 @dataclass(slots=True)
-class Launched:
+class Launched(ABC):
     """A step that a device computes, or has computed.
 
     Attributes:
@@ -57,9 +74,9 @@ class Launched:
         tokens = self.outcome().tokens[row]
         return tokens[0] if tokens else None
 
+    @abstractmethod
     def outcome(self) -> Outcome:
         """What came of the step. Waits. May be asked in any thread, and again."""
-        raise NotImplementedError
 
 
 @dataclass(slots=True)
@@ -107,15 +124,18 @@ class Launcher:
         forward: the model, over the KV of the active layers.
         layers: whose KV it is.
         cpu_threads: how many, where the CPU is the device.
-        graphs: for steps of decodes alone, if there are any.
+
+    Attributes:
+        graphs: for steps of decodes alone; ``None`` until they are captured, and where there are none.
     """
 
     def __init__(
         self, *, device: torch.device, attention: Attention, forward: Forward, layers: Layer, sampler: Sampler,
-        page_size: int, cpu_threads: int | None = None, graphs: DecodeGraphs | None = None,
+        page_size: int, cpu_threads: int | None = None,
     ) -> None:  # fmt: skip
         self._device, self._attention, self._forward, self._layers = device, attention, forward, layers
-        self._sampler, self._page_size, self._threads, self.graphs = sampler, page_size, cpu_threads, graphs
+        self._sampler, self._page_size, self._threads = sampler, page_size, cpu_threads
+        self.graphs: DecodeGraphs | None = None
         self._cascades = "attention:cascade" in attention.provides
         self._staging = Staging(device)
         self._last: Launched | None = None
@@ -179,13 +199,7 @@ class Launcher:
 
     def _eager(self, plan: Plan, rows: Sequence[Row], wanted: Wanted) -> Tensor:
         """Logits, as wanted."""
-        ids: list[int] = []
-        positions: list[int] = []
-        for row, count in zip(rows, plan.counts, strict=True):
-            ids += row.tokens
-            positions += range(row.start, row.start + count)
-        if len(ids) != len(positions):
-            raise ExecutionError(UNKNOWN)
+        ids, positions = flattened(plan, rows)
         put = self._staging.put
         on_device = self._put_ids(ids, plan)
         places = put(positions, torch.long)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from os import PathLike
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ import torch as t
 from torch import Tensor
 
 from engine.core.batch import Batch
-from engine.core.continuation import Continuations, Row
+from engine.core.continuation import Continuations
 from engine.core.errors import ConfigError, ExecutionError, ModelError
 from engine.core.memory import KVLayout, layout_digest
 from engine.core.models.source import resolve
@@ -25,7 +25,7 @@ from engine.core.plan import Outcome, Plan
 from engine.core.protocols import Attention, Context, ModelInfo
 from engine.plugins.executors._device import lost, pages_that_fit, working_on
 from engine.plugins.executors._graphs import DecodeGraphs
-from engine.plugins.executors._launch import Launcher
+from engine.plugins.executors._launch import Launcher, flattened
 from engine.plugins.executors._model import LoadedModel, kv_bytes, load_model
 from engine.plugins.executors._native import argmax_of
 from engine.plugins.executors._packed import can_pack
@@ -136,11 +136,22 @@ class Runner:
             *(self._attention, self._model.layers, num_pages + place.graphs, page_size, place.kv_dtype, place.device)
         )
         self._num_pages, self._page_size = num_pages, page_size
-        self._launcher = self._new_launcher(None) if place.launches else None
+        self._launcher = None
+        if place.launches:
+            self._launcher = Launcher(
+                device=place.device,
+                attention=self._attention,
+                forward=self._model.run,
+                layers=self._layers,
+                sampler=self._sampler,
+                page_size=page_size,
+                cpu_threads=self.options.threads,
+            )
 
     def start(self, context: Context) -> None:
         """Capture the graphs, if there are to be any. The attention backend is started. Mutates."""
-        if self._model is None or self._layers is None or not self._placed.graphs:
+        launcher, layers = self._launcher, self._layers
+        if launcher is None or layers is None or not self._placed.graphs:
             return
         device = self._placed.device
         most = context.limits.max_running
@@ -148,14 +159,14 @@ class Runner:
         fitting = [size for size in sizes if size < most] + [size for size in sizes if size >= most][:1]
         started = time.perf_counter()
         try:
-            with working_on(device), t.inference_mode(), active(self._layers):
-                graphs = DecodeGraphs(
+            with working_on(device), t.inference_mode(), active(layers):
+                launcher.graphs = DecodeGraphs(
                     sizes=fitting,
                     device=device,
                     scratch=self._num_pages,
                     page_size=self._page_size,
                     plan=self._attention.plan_graph,
-                    forward=self._model.run,
+                    forward=self._loaded.run,
                     capture=CudaCapture(device) if device.type == "cuda" else EagerCapture(),
                 )
         except Waits as error:
@@ -163,21 +174,7 @@ class Runner:
                 raise ConfigError(f"executor torch: there can be no graphs of this model: {error}") from error
             log.warning("executor torch goes on without graphs: of this model there can be none: %s", error)
             return
-        self._launcher = self._new_launcher(graphs)
         log.info("executor torch: graphs of %s rows in %.1f s", fitting, time.perf_counter() - started)
-
-    def _new_launcher(self, graphs: DecodeGraphs | None) -> Launcher:
-        assert self._layers is not None
-        return Launcher(
-            device=self._placed.device,
-            attention=self._attention,
-            forward=self._loaded.run,
-            layers=self._layers,
-            sampler=self._sampler,
-            page_size=self._page_size,
-            cpu_threads=self.options.threads,
-            graphs=graphs,
-        )
 
     @property
     def on_cpu(self) -> bool:
@@ -206,7 +203,7 @@ class Runner:
         if self._launcher is not None:
             return self._launcher.launch(plan)()
         rows = self._continuations.rows(plan)
-        ids, positions = self._inputs(plan, rows)
+        ids, positions = (t.tensor(numbers, dtype=t.long) for numbers in flattened(plan, rows))
         wanted = self._sampler.wanted(plan, rows)
         batch = Batch(
             starts=[row.start for row in rows], counts=plan.counts, pages=plan.tables, page_size=self._page_size
@@ -289,14 +286,3 @@ class Runner:
     def _dtype(self) -> t.dtype:
         dtype: t.dtype = getattr(t, self.options.dtype)
         return dtype
-
-    def _inputs(self, plan: Plan, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
-        """All rows' tokens and their positions, row after row, ``[sum(counts)]``."""
-        ids: list[int] = []
-        positions: list[int] = []
-        for row, count in zip(rows, plan.counts, strict=True):
-            ids += row.tokens
-            positions += range(row.start, row.start + count)
-        if len(ids) != len(positions):
-            raise ExecutionError("the plan computes tokens that are not known yet")
-        return t.tensor(ids, dtype=t.long), t.tensor(positions, dtype=t.long)

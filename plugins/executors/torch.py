@@ -138,7 +138,7 @@ class TorchExecutor(Executor):
         """As ``execute``; where steps are launched ahead, the answer is what waits for the device.
 
         A batch waits before ``launch`` returns where somebody in it uses ``top_p`` without a small ``top_k``,
-        ``min_tokens``, biases or penalties, or wants log-probabilities.
+        ``min_tokens``, biases, penalties or a grammar, or wants log-probabilities.
         """
         return self._loaded.launch(plan)
 

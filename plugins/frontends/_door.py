@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import threading
 
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
+from engine.plugins.frontends._errors import HTTPError, come_again
 from engine.plugins.frontends._life import State
+from engine.plugins.frontends._wire import json_response
 
 CLOSE_SECONDS = 5.0
 LIVE, READY, HEALTH = "/health/live", "/health/ready", "/health"
-RETRY_SECONDS = b"2"
+RETRY_SECONDS = 2
 
 
 class Door:
@@ -49,16 +50,14 @@ class Door:
 async def _starting(scope: Scope, receive: Receive, send: Send) -> None:
     if scope["type"] != "http":
         return
-    path, live = scope["path"], scope["path"] == LIVE
-    words = "the model is being loaded"
-    if live:
-        body: dict[str, object] = {"status": "ok"}
-    elif path in (HEALTH, READY):
+    words, later = "the model is being loaded", come_again(RETRY_SECONDS)
+    if scope["path"] == LIVE:
+        answer = json_response({"status": "ok"})
+    elif scope["path"] in (HEALTH, READY):
         body = {"status": "starting", "state": State.STARTING.value, "ready": False, "cause": words,
                 "open_requests": 0, "stalled_for": 0.0}  # fmt: skip
+        answer = json_response(body, 503, later)
     else:
-        body = {"error": {"message": f"the server is starting: {words}", "type": "server_error", "param": None,
-                          "code": "starting"}}  # fmt: skip
-    headers = [(b"content-type", b"application/json")] + ([] if live else [(b"retry-after", RETRY_SECONDS)])
-    await send({"type": "http.response.start", "status": 200 if live else 503, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps(body).encode()})
+        failure = HTTPError(503, f"the server is starting: {words}", "server_error", code="starting", headers=later)
+        answer = json_response(failure.body(), failure.status, failure.headers)
+    await answer(scope, receive, send)

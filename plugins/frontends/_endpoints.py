@@ -18,13 +18,12 @@ from starlette.responses import Response
 from engine.core.errors import ConfigError, suggest
 from engine.core.keys import Keys
 from engine.plugins.frontends._errors import HTTPError, as_http
-from engine.plugins.frontends._wire import ClientGone, authorize, json_response, read_body
+from engine.plugins.frontends._wire import CLIENT_CLOSED, ClientGone, authorize, json_response, read_body
 
 log = logging.getLogger(__name__)
 
 LARGE_BODY = 16 * 1024  # bytes; larger ones are parsed, tokenised and checked in a thread
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
-CLIENT_CLOSED = 499
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 T = TypeVar("T")

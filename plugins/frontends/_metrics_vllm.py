@@ -11,21 +11,23 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from engine.core.histograms import SECONDS, Histogram
 from engine.core.serve.client import AsyncEngine, Measures
-from engine.plugins.frontends._metrics_words import family
+from engine.plugins.frontends._metrics_words import COUNTERS, HISTOGRAMS, family
 
-COUNTERS = {
-    "vllm:num_preemptions": ("preemptions", "Requests that gave up their pages and were queued again"),
-    "vllm:prompt_tokens": ("prompt_tokens", "Prompt tokens of accepted requests"),
-    "vllm:generation_tokens": ("output_tokens", "Generated tokens"),
-    "vllm:prefix_cache_queries": ("looked_up_tokens", "Tokens looked up in the prefix cache"),
-    "vllm:prefix_cache_hits": ("cached_tokens", "Tokens that the prefix cache gave"),
+SAME_COUNTERS = {
+    "vllm:num_preemptions": "preemptions",
+    "vllm:prompt_tokens": "prompt_tokens",
+    "vllm:generation_tokens": "output_tokens",
+    "vllm:prefix_cache_queries": "looked_up_tokens",
+    "vllm:prefix_cache_hits": "cached_tokens",
 }
-TIMES = {
-    "vllm:time_to_first_token_seconds": ("first", "Acceptance of a request to its first token"),
-    "vllm:inter_token_latency_seconds": ("gap", "Gap between tokens of one request"),
-    "vllm:e2e_request_latency_seconds": ("whole", "Acceptance of a request to its end"),
-    "vllm:request_decode_time_seconds": ("decode", "First token of a request to its end"),
+SAME_TIMES = {
+    "vllm:time_to_first_token_seconds": "first",
+    "vllm:inter_token_latency_seconds": "gap",
+    "vllm:e2e_request_latency_seconds": "whole",
+    "vllm:request_decode_time_seconds": "decode",
 }
+"""vLLM's names -> what ours are kept under."""
+
 REASONS = {"stop": ("stop",), "length": ("length",), "abort": ("abort", "timeout"), "error": ("error",)}
 """vLLM's ``finished_reason`` -> ours."""
 
@@ -40,8 +42,8 @@ def known_names(engine: AsyncEngine, measures: Measures | None) -> Iterable[Metr
     for reason, ours in REASONS.items():
         success.add_metric([*labels.values(), reason], sum(ledger.ended[one] for one in ours))
     yield success
-    for name, (key, words) in TIMES.items():
-        yield family(name, words, {"": getattr(ledger.times, key)}, more=labels)
+    for name, key in SAME_TIMES.items():
+        yield family(name, HISTOGRAMS[key][1], {"": getattr(ledger.times, key)}, more=labels)
     queued = Histogram.of(SECONDS)
     for histogram in ledger.times.queue.values():
         queued.merge(histogram)
@@ -62,9 +64,9 @@ def _of_core(measures: Measures, labels: Mapping[str, str]) -> Iterable[Metric]:
         gauge = GaugeMetricFamily(name, words, labels=[*labels])
         gauge.add_metric([*labels.values()], value)
         yield gauge
-    for name, (key, words) in COUNTERS.items():
-        counter = CounterMetricFamily(name, words, labels=[*labels])
+    for name, key in SAME_COUNTERS.items():
+        counter = CounterMetricFamily(name, COUNTERS[key][1], labels=[*labels])
         counter.add_metric([*labels.values()], values[key])
         yield counter
     tokens = {"": measures.histograms["batch_tokens"]}
-    yield family("vllm:iteration_tokens_total", "Tokens that a step computed", tokens, more=labels)
+    yield family("vllm:iteration_tokens_total", HISTOGRAMS["batch_tokens"][1], tokens, more=labels)

@@ -46,6 +46,16 @@ class Wish:
     toolset: Toolset | None = None
     parser: ToolParser | None = None
 
+    def hidden(self, tokenizer: Tokenizer | None) -> frozenset[int]:
+        """Tokens that are left out of the text."""
+        return tokenizer.special_ids if tokenizer is not None and self.params.skip_special_tokens else frozenset()
+
+    def reader(self) -> CallReader | None:
+        """What reads one choice for calls, where tools were offered."""
+        if self.toolset is None or self.parser is None:
+            return None
+        return CallReader(self.parser, self.toolset)
+
 
 class Answers:
     """Builds the objects of one request. ``index`` counts choices: prompt * n + choice."""
@@ -59,8 +69,7 @@ class Answers:
         self._head = {"id": self.id, "created": int(time.time()), "model": model}
         self._wish = wish
         self._names = Names(tokenizer)
-        hides = wish.params.skip_special_tokens
-        self._hidden = tokenizer.special_ids if tokenizer is not None and hides else frozenset()
+        self._hidden = wish.hidden(tokenizer)
         self._offsets: dict[int, Offsets] = {}
 
     def openings(self, count: int) -> list[dict[str, Any]]:
@@ -87,7 +96,7 @@ class Answers:
         """Token counts. A prompt counts once, however many choices it has."""
         firsts = ends[:: self._wish.params.n]
         prompt = sum(end.prompt_tokens for end in firsts)
-        output = 0 if self._wish.scores_only else sum(map(_generated, ends))
+        output = 0 if self._wish.scores_only else sum(map(generated, ends))
         return {
             "prompt_tokens": prompt,
             "completion_tokens": output,
@@ -147,7 +156,7 @@ class ChatAnswers(Answers):
 
     def __init__(self, model: str, wish: Wish, tokenizer: Tokenizer | None) -> None:
         super().__init__(model, wish, tokenizer)
-        self._readers: dict[int, CallReader] = {}
+        self._readers: dict[int, CallReader | None] = {}
 
     def openings(self, count: int) -> list[dict[str, Any]]:
         """Every choice begins with its role."""
@@ -190,12 +199,9 @@ class ChatAnswers(Answers):
         return choice
 
     def _reader(self, index: int) -> CallReader | None:
-        """What reads a choice for calls, where tools were offered."""
-        toolset, parser = self._wish.toolset, self._wish.parser
-        if toolset is None or parser is None:
-            return None
+        """A choice's own, the same whenever asked."""
         if index not in self._readers:
-            self._readers[index] = CallReader(parser, toolset)
+            self._readers[index] = self._wish.reader()
         return self._readers[index]
 
     def _called(self, reader: CallReader, part: Chunk | Completion) -> dict[str, Any]:
@@ -207,7 +213,8 @@ class ChatAnswers(Answers):
         return None if self._wish.params.logprobs is None else chat_logprobs(self._names, part.logprobs or ())
 
 
-def _generated(end: Completion | Chunk) -> int:
+def generated(end: Completion | Chunk) -> int:
+    """How many tokens a choice has, at its end."""
     return len(end.token_ids) if isinstance(end, Completion) else end.output_tokens
 
 

@@ -15,7 +15,7 @@ from engine.plugins.frontends._openai_answers import Wish
 from engine.plugins.frontends._openai_logprobs import Echo
 from engine.plugins.frontends._openai_responses import ResponsesRequest, renamed
 from engine.plugins.frontends._openai_schema import ChatRequest, CompletionRequest, Sampling
-from engine.plugins.frontends._openai_tools import check_beside
+from engine.plugins.frontends._openai_tools import Toolset, check_beside
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,9 @@ class Preparer:
     def _ready(self, wish: Sampling, request_id: str) -> Job:
         if wish.model is not None:
             self._check_model(wish.model)
-        prompts = self.prompts(wish)
-        params = self._params(wish)
+        toolset = wish.toolset()
+        prompts = self._prompts(wish, toolset)
+        params = self._params(wish, toolset)
         self._check_size(len(prompts), params.n)
         cache = wish.cache
         texts: list[str | None] = []
@@ -88,11 +89,11 @@ class Preparer:
                 raise InvalidRequest(error.field, words, code=error.code) from error
             asks.append(ask)
             texts.append(prompt if isinstance(prompt, str) else None)
-        return Job(asks, texts, bool(wish.stream), self._wish(wish, asks, texts))
+        return Job(asks, texts, bool(wish.stream), self._wish(wish, toolset, asks, texts))
 
-    def _params(self, wish: Sampling) -> SamplingParams:
+    def _params(self, wish: Sampling, toolset: Toolset | None) -> SamplingParams:
         """Parameters of the choices; where tools may be called, those that calls need."""
-        params, toolset = wish.sampling(), wish.toolset()
+        params = wish.sampling()
         check_beside(toolset, params.grammar)
         if toolset is None:
             return params
@@ -101,14 +102,13 @@ class Preparer:
             params = replace(params, skip_special_tokens=False)
         return replace(params, grammar=toolset.grammar(self.parser))
 
-    def prompts(self, wish: Sampling) -> list[str | list[int]]:
+    def _prompts(self, wish: Sampling, toolset: Toolset | None) -> list[str | list[int]]:
         """The prompts of a request: text, or token ids. Raises ``InvalidRequest``."""
         if isinstance(wish, CompletionRequest):
             return wish.prompts()
         assert isinstance(wish, ChatRequest)
         if self._engine.tokenizer is None:
             raise InvalidRequest("messages", f"model {self._name!r} has no chat template")
-        toolset = wish.toolset()
         tools = () if toolset is None else toolset.tools
         return [rendered(self._engine.tokenizer, self.parser, [one.plain() for one in wish.messages], tools)]
 
@@ -124,7 +124,7 @@ class Preparer:
             words = f"{prompts} prompts x n {n}: at most {limits.max_open} sequences can be open"
             raise InvalidRequest("n" if prompts == 1 else "prompt", words, code="above_limit")
 
-    def _wish(self, wish: Sampling, asks: Sequence[Ask], texts: Sequence[str | None]) -> Wish:
+    def _wish(self, wish: Sampling, toolset: Toolset | None, asks: Sequence[Ask], texts: Sequence[str | None]) -> Wish:
         echo: tuple[Echo, ...] | None = None
         if isinstance(wish, CompletionRequest) and wish.echo:
             echo = tuple(
@@ -137,7 +137,7 @@ class Preparer:
             echo=echo,
             scores_only=isinstance(wish, CompletionRequest) and wish.scores_only,
             prompt_logprobs=wish.prompt_logprobs is not None,
-            toolset=wish.toolset(),
+            toolset=toolset,
             parser=self.parser,
         )
 

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 from engine.core.outputs import Chunk, Completion
 from engine.core.sampling import TokenLogprobs
 from engine.plugins.frontends._errors import HTTPError
-from engine.plugins.frontends._openai_answers import Wish
+from engine.plugins.frontends._openai_answers import Wish, generated
 from engine.plugins.frontends._openai_logprobs import Names, Offsets, chat_logprobs
 from engine.plugins.frontends._openai_responses import FunctionChoice, ResponsesRequest
-from engine.plugins.frontends._openai_tools import CallReader
 
 if TYPE_CHECKING:
     from engine.core.models.tokenizer import Tokenizer
@@ -31,10 +30,8 @@ class ResponseEvents:
         self._number = 0
         self._names = Names(tokenizer)
         self._logs = request.wants_logprobs
-        toolset, parser = wish.toolset, wish.parser
-        self._reader = CallReader(parser, toolset) if toolset is not None and parser is not None else None
-        hides = tokenizer is not None and wish.params.skip_special_tokens
-        self._hidden = tokenizer.special_ids if tokenizer is not None and hides else frozenset()
+        self._reader = wish.reader()
+        self._hidden = wish.hidden(tokenizer)
         self._held: list[Any] = []  # log-probabilities of tokens that are neither words nor a call yet
         self._open: dict[str, Any] | None = None
         self._output: list[dict[str, Any]] = []
@@ -83,7 +80,7 @@ class ResponseEvents:
         self._finish(_status(last))
         if last.finish_reason == "length":
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
-        output = last.output_tokens if isinstance(last, Chunk) else len(last.token_ids)
+        output = generated(last)
         self.response["usage"] = {
             "input_tokens": last.prompt_tokens,
             "input_tokens_details": {"cached_tokens": last.cached_tokens, "cache_write_tokens": 0},
@@ -143,9 +140,8 @@ class ResponseEvents:
         return {"type": kind, "sequence_number": self._number - 1, **content}
 
     def _shown(self) -> dict[str, Any]:
-        """As of now: what is told must not change with what comes."""
-        output = [{**item, **({"content": [*item["content"]]} if "content" in item else {})} for item in self._output]
-        return {**self.response, "output": output}
+        """As of now, at the beginning or the end: what is told must not change with what comes."""
+        return {**self.response, "output": [*self._output]}
 
     def _finish(self, status: str) -> None:
         self.response["status"] = status
@@ -169,11 +165,12 @@ class ResponseEvents:
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             item = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "status": "in_progress"}
             events.append(self._begin({**item, "content": [part]}))
-            events.append(self._event("response.content_part.added", **self._place(), content_index=0, part={**part}))
+            shown = {**part, "logprobs": []}
+            events.append(self._event("response.content_part.added", **self._place(), content_index=0, part=shown))
         assert self._open is not None
         part = self._open["content"][0]
         part["text"] += text
-        part["logprobs"] = [*part["logprobs"], *logs]
+        part["logprobs"] += logs
         delta = {"delta": text, "logprobs": list(logs)}
         events.append(self._event("response.output_text.delta", **self._place(), content_index=0, **delta))
         return events

@@ -154,24 +154,25 @@ class ResponsesRequest(Body):
         """The same as a conversation. Raises ``InvalidRequest``."""
         same = ("model", "temperature", "top_p", "stream", "metadata", "user", "prompt_cache_key", "seed", "top_k",
                 "min_p", "priority", "deadline_ms", "cache")  # fmt: skip
-        values: dict[str, Any] = {name: getattr(self, name) for name in same}
         wanted = self.text.format if self.text is not None else None
-        chat = AsChat.model_validate(
+        return AsChat.model_validate(
             {
-                **{name: value for name, value in values.items() if value is not None and name != "cache"},
+                **{name: getattr(self, name) for name in same},
                 "messages": self._messages(),
                 "max_completion_tokens": self.max_output_tokens,
                 "logprobs": self.wants_logprobs or None,
                 "top_logprobs": self.top_logprobs,
                 "response_format": None if wanted is None else _format(wanted),
+                "offered": self._toolset(),
             }
         )
+
+    def _toolset(self) -> Toolset | None:
         chosen = self.tool_choice
         named = chosen.name if isinstance(chosen, FunctionChoice) else None
         tools = [Tool(one.name, one.description or "", one.parameters or {}) for one in self.tools or ()]
         word = None if isinstance(chosen, FunctionChoice) else chosen
-        offered = toolset_of(tools, word, named, self.parallel_tool_calls is not False)
-        return chat.model_copy(update={"cache": self.cache, "offered": offered})
+        return toolset_of(tools, word, named, self.parallel_tool_calls is not False)
 
     def _messages(self) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = []

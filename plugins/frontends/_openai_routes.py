@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -79,6 +79,7 @@ class Routes(Endpoints):
             ("/v1/models", "GET", self.models, True),
             ("/v1/models/{name:path}", "GET", self.model, True),
             *server.routes(),
+            ("/version", "GET", self.version, True),
             *cache.routes(),
         )
         app = self.build("Sixhooks", routes, origins=config.cors_origin)
@@ -101,19 +102,12 @@ class Routes(Endpoints):
         asked, job = await self.read(request, lambda body: self._preparer.prepare_response(body, id_of(request)))
         job = self._whose(request, job)
         events = ResponseEvents(self.name, asked, job.wish, self.engine.tokenizer)
-        headers = {"x-request-id": id_of(request)}
-        group = self.engine.submit_many(job.asks, checked=True)
-        pieces = self._follow(group)
-        if job.stream:
-            if job.settles_late:
-                pieces = await self._begun(request, group, pieces)
-            told = events.told((chunk async for _, chunk in pieces), self.failure)
-            return EventStream(told, group.abort, headers=headers, patience=self._patience)
-        try:
-            [completion] = await until_gone(request.receive, self._collect(1, pieces))
-        finally:
-            group.abort()
-        return json_response(events.whole(completion), headers=headers)
+        return await self._answer(
+            request,
+            job,
+            told=lambda _, pieces: events.told((chunk async for _, chunk in pieces), self.failure),
+            whole=lambda completions: events.whole(*completions),
+        )
 
     async def render_chat(self, request: Request) -> Response:
         """The exact prompt, text and ids, that a conversation becomes. Nothing is computed."""
@@ -157,19 +151,36 @@ class Routes(Endpoints):
     async def _generate(self, request: Request, schema: type[Sampling], shape: type[Answers]) -> Response:
         job = await self._prepared(request, schema)
         answers = shape(self.name, job.wish, self.engine.tokenizer)
+        return await self._answer(
+            request, job, told=lambda count, pieces: self._events(count, pieces, answers), whole=answers.whole
+        )
+
+    async def _answer(
+        self,
+        request: Request,
+        job: Job,
+        *,
+        told: Callable[[int, Pieces], AsyncIterator[dict[str, Any] | str]],
+        whole: Callable[[list[Completion]], dict[str, Any]],
+    ) -> Response:
+        """Submit a job and answer it.
+
+        Args:
+            told: a stream's events, of so many choices and their pieces.
+            whole: the answer that is no stream, of all choices.
+        """
         headers = {"x-request-id": id_of(request)}
         group = self.engine.submit_many(job.asks, checked=True)
-        pieces = self._follow(group)
+        count, pieces = len(group.streams), self._follow(group)
         if job.stream:
             if job.settles_late:
                 pieces = await self._begun(request, group, pieces)
-            events = self._events(len(group.streams), pieces, answers)
-            return EventStream(events, group.abort, headers=headers, patience=self._patience)
+            return EventStream(told(count, pieces), group.abort, headers=headers, patience=self._patience)
         try:
-            completions = await until_gone(request.receive, self._collect(len(group.streams), pieces))
+            completions = await until_gone(request.receive, self._collect(count, pieces))
         finally:
             group.abort()
-        return json_response(answers.whole(completions), headers=headers)
+        return json_response(whole(completions), headers=headers)
 
     async def _begun(self, request: Request, group: Group, pieces: Pieces) -> Pieces:
         """Wait for the first piece: what was refused before that is no stream but an answer of its own."""

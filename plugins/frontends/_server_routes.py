@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from importlib.metadata import version
 
 from fastapi import Request
 from starlette.responses import Response
@@ -42,7 +41,6 @@ class ServerRoutes:
             ("/health/ready", "GET", self.ready, True),
             ("/health", "GET", self.health, True),
             ("/metrics", "GET", self.scrape, True),
-            ("/version", "GET", self.version, True),
         ]
 
     async def describe(self, request: Request) -> Response:
@@ -73,7 +71,3 @@ class ServerRoutes:
         except EngineError as error:
             log.warning("metrics without the engine's part: %s", error)
         return Response(self._metrics.render(self._engine, self._life, measures), media_type=PROMETHEUS)
-
-    async def version(self, request: Request) -> Response:
-        """The engine's version."""
-        return json_response({"version": version("sixhooks")})

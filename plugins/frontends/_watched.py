@@ -11,9 +11,9 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.plugins.frontends._life import Life
+from engine.plugins.frontends._wire import CLIENT_CLOSED
 
 requests_log = logging.getLogger("engine.requests")
-CLIENT_CLOSED = 499
 UNKNOWN = "unknown"
 
 
@@ -34,7 +34,7 @@ class Answered:
 class Watched:
     """ASGI middleware: every request is counted once, when it has ended; those with a body count as work meanwhile."""
 
-    def __init__(self, app: ASGIApp, *, life: Life | None, answered: Answered, log: bool) -> None:
+    def __init__(self, app: ASGIApp, *, life: Life, answered: Answered, log: bool) -> None:
         self._app, self._life, self._answered, self._log = app, life, answered, log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -52,7 +52,7 @@ class Watched:
             complete = complete or (message["type"] == "http.response.body" and not message.get("more_body", False))
 
         try:
-            if self._life is not None and scope["method"] == "POST":
+            if scope["method"] == "POST":
                 with self._life.answering():
                     await self._app(scope, receive, put)
             else:

@@ -15,6 +15,7 @@ from engine.core.keys import Keys
 from engine.plugins.frontends._errors import HTTPError
 
 T = TypeVar("T")
+CLIENT_CLOSED = 499  # the status of a request whose client has left, which nobody sees but metrics and logs
 DRAIN_BYTES = 64 * 2**20  # a refused body up to this size is read and dropped, so that the client sees the answer
 
 

@@ -15,7 +15,7 @@ from pydantic import Field
 from engine.core.errors import ConfigError
 from engine.core.keys import Keys
 from engine.core.protocols import Frontend, PluginOptions, ToolParser
-from engine.core.registry import Registry, build
+from engine.core.registry import make
 from engine.core.serve.client import AsyncEngine
 from engine.plugins.frontends._door import Door
 from engine.plugins.frontends._life import Life
@@ -96,7 +96,7 @@ class OpenAIFrontend(Frontend):
             raise ConfigError("the API key is empty, which would protect nothing: use None for an open server")
         options: OpenAIOptions = self.options
         selection = engine.config.tool_parser
-        parser = build(Registry().select("tool_parser", selection.name), selection)
+        parser = make("tool_parser", selection.name, selection.options)
         assert isinstance(parser, ToolParser)
         self._parsers.append(parser)
         return Routes(

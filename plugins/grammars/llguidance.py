@@ -32,8 +32,8 @@ class LLGuidanceOptions(PluginOptions):
     )
     max_grammar_symbols: int = Field(100_000, ge=1, description="most symbols of a compiled grammar")
     max_lexer_states: int = Field(50_000, ge=1, description="most states of its lexer (1 to 2 kB each)")
-    compile_fuel: int = Field(1_000_000, ge=1, description="work that compiling may cost (about 50,000 a millisecond)")
-    step_fuel: int = Field(200_000, ge=1, description="work that one mask may cost (about 14,000 a millisecond)")
+    compile_fuel: int = Field(1_000_000, ge=1, description="most work of its lexer while compiling (no bound on time)")
+    step_fuel: int = Field(200_000, ge=1, description="most work of its lexer for one mask (no bound on time)")
 
 
 class LLGuidanceCompiler(GrammarCompiler):
@@ -71,7 +71,8 @@ class LLGuidanceCompiler(GrammarCompiler):
         )
 
     def compile(self, grammar: Grammar) -> LLGuidanceGrammar:
-        """One to a few milliseconds; fuel bounds the rest. Raises ``InvalidRequest`` with the library's words."""
+        """Takes one to a few milliseconds; the options bound the work, and whoever calls it the time. Raises
+        ``InvalidRequest`` with the library's words."""
         from llguidance import LLMatcher
 
         assert self._tokenizer is not None
@@ -79,14 +80,14 @@ class LLGuidanceCompiler(GrammarCompiler):
             source = self._source(grammar)
         except ValueError as error:
             raise InvalidRequest(grammar.field, _short(str(error))) from error
-        compiled = LLGuidanceGrammar(partial(LLMatcher, self._tokenizer, source, log_level=0, limits=self._limits))
-        matcher = compiled.new()
+        new = partial(LLMatcher, self._tokenizer, source, log_level=0, limits=self._limits)
+        matcher = new()
         words = matcher.get_error() or "; ".join(matcher.get_grammar_warnings())
         if not words and grammar.kind == "lark":
             words = _not_followed(matcher)
         if words:
             raise InvalidRequest(grammar.field, f"cannot be compiled: {_short(words)}")
-        return compiled
+        return LLGuidanceGrammar(matcher, new)
 
     def _source(self, grammar: Grammar) -> str:
         from llguidance import LLMatcher
@@ -106,12 +107,15 @@ class LLGuidanceGrammar:
     """A grammar that compiles. Each matcher compiles it anew: copies would share the states of a lexer, and its limits,
     so that an output that runs into them would take all others with it."""
 
-    def __init__(self, new: Callable[[], LLMatcher]) -> None:
-        self.new = new
+    def __init__(self, first: LLMatcher, new: Callable[[], LLMatcher]) -> None:
+        self._first, self._new = [first], new
 
     def matcher(self) -> LLGuidanceMatcher:
-        """A new one."""
-        return LLGuidanceMatcher(self.new())
+        """A new one; for whoever asks first that which the grammar was tried with."""
+        try:
+            return LLGuidanceMatcher(self._first.pop())
+        except IndexError:
+            return LLGuidanceMatcher(self._new())
 
 
 class LLGuidanceMatcher:

@@ -74,12 +74,12 @@ class HermesStream:
         self._held = ""  # what may be the beginning of a mark, or blanks before one
         self._inside: _Object | None = None
         self._raw: list[str] = []  # of the segment since its mark, while it may still turn out to be no call
-        self._between = False  # in a segment, and in no object
+        self._segment = False  # between marks: in an object of it, or in none
 
     def push(self, text: str) -> Heard:
         """More of the answer; what is certain of it. Mutates."""
         for character in text:
-            if self._between or self._inside is not None:
+            if self._segment:
                 self._in_segment(character)
             else:
                 self._outside(character)
@@ -87,12 +87,12 @@ class HermesStream:
 
     def finish(self) -> Heard:
         """The answer is over: what was held back. Mutates."""
-        if (self._between or self._inside is not None) and self._raw:
+        if self._segment:
             self._content += self._raw
-        elif not self._between and self._inside is None and (self._index < 0 or self._held.strip()):
+        elif self._index < 0 or self._held.strip():
             self._content.append(self._held)
         self._held, self._raw = "", []
-        self._between, self._inside = False, None
+        self._segment, self._inside = False, None
         return self._take()
 
     def _take(self) -> Heard:
@@ -108,7 +108,7 @@ class HermesStream:
         self._held += character
         mark = self._held.lstrip()
         if mark == BEGIN:
-            self._raw, self._held, self._between = [self._held], "", True
+            self._raw, self._held, self._segment = [self._held], "", True
         elif mark and not BEGIN.startswith(mark):
             self._release()
         elif not mark and len(self._held) > MOST_BLANKS:
@@ -134,7 +134,7 @@ class HermesStream:
             self._held += character
             if self._held == END:
                 self._content += self._raw  # empty, where it has told a call
-                self._held, self._raw, self._between = "", [], False
+                self._held, self._raw, self._segment = "", [], False
             elif not END.startswith(self._held):
                 self._give_up()
 
@@ -163,7 +163,7 @@ class HermesStream:
     def _give_up(self) -> None:
         """The segment is no call, or no call any more: what of it was told as nothing yet is content."""
         self._content += self._raw or [self._held]
-        self._raw, self._held, self._between = [], "", False
+        self._raw, self._held, self._segment = [], "", False
 
 
 class _Object:

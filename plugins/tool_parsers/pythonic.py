@@ -19,12 +19,12 @@ MOST_BLANKS = 64
 """More of them in a row, or a name of more than 256 letters, and it is no list of calls: what is matched again with
 each character stays short."""
 BLANKS = rf"\s{{0,{MOST_BLANKS}}}"
-OPENING = re.compile(rf"{BLANKS}(?:<\|python_start\|>)?{BLANKS}\[{BLANKS}")
+BEGIN_MARK, END_MARK = "<|python_start|>", "<|python_end|>"
+OPENING = re.compile(rf"{BLANKS}(?:{re.escape(BEGIN_MARK)})?{BLANKS}\[{BLANKS}")
 CALL = re.compile(rf"{BLANKS}([A-Za-z_][\w.\-]{{0,255}}){BLANKS}\({BLANKS}")
 KEYWORD = re.compile(rf"{BLANKS}([A-Za-z_]\w{{0,255}}){BLANKS}={BLANKS}")
 CLOSING = re.compile(rf"{BLANKS}\]{BLANKS}")
 ONLY_BLANKS = re.compile(BLANKS)
-END_MARK = "<|python_end|>"
 INSTRUCTIONS = (
     "You are an expert in composing functions. If a question can be answered by a function, answer with a list of "
     "calls and nothing else, in the format [function_name(name=value, name=value), function_name(name=value)]. "
@@ -37,7 +37,7 @@ class PythonicParser(ToolParser):
     """A list of calls as Python writes them, when the answer begins with one; else all of it is content."""
 
     name = "pythonic"
-    marks = ("<|python_start|>", END_MARK)
+    marks = (BEGIN_MARK, END_MARK)
 
     def stream(self) -> PythonicStream:
         """Reads one answer."""
@@ -204,9 +204,8 @@ class PythonicStream:
         self._calls.append(CallPiece(self._index, self._name, arguments))
 
 
-OPENING_BEGINNING = re.compile(
-    rf"{BLANKS}(?:{'|'.join(re.escape('<|python_start|>'[:end]) for end in range(17))})?(?:(?<=>){BLANKS})?\[?{BLANKS}"
-)
+BEGUN = "|".join(re.escape(BEGIN_MARK[:end]) for end in range(len(BEGIN_MARK) + 1))
+OPENING_BEGINNING = re.compile(rf"{BLANKS}(?:{BEGUN})?(?:(?<=>){BLANKS})?\[?{BLANKS}")
 CALL_BEGINNING = re.compile(rf"{BLANKS}(?:[A-Za-z_][\w.\-]{{0,255}}{BLANKS}\(?{BLANKS})?")
 KEYWORD_BEGINNING = re.compile(rf"{BLANKS}(?:[A-Za-z_]\w{{0,255}}{BLANKS})?")
 

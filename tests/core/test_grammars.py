@@ -448,6 +448,19 @@ def test_a_grammar_that_cannot_be_taken_back_is_refused():
         compiler.compile(Grammar.lark('start: "ab" a "x"\na[max_tokens=3]: /[a-z]+/'))
 
 
+@pytest.mark.parametrize("rules", ['start: "ab" "x"', 'start: "a"?'], ids=["begins with a text", "may be empty"])
+def test_the_matcher_that_a_grammar_was_tried_with_is_as_good_as_new(rules):
+    library()
+    compiler = make("grammar", "llguidance")
+    compiler.prepare(VOCABULARY)
+    compiled = compiler.compile(Grammar.lark(rules))
+    masks = np.zeros((2, VOCABULARY.words), np.int32)
+    for mask in masks:
+        compiled.matcher().fill(mask)
+    assert masks.any()
+    assert np.array_equal(*masks)
+
+
 def test_masks_that_take_too_long_and_errors_of_libraries_end_one_request(monkeypatch):
     """All rows of a step wait for a mask."""
     clock = itertools.count()

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
-from pathlib import Path
 
 import pytest
+from mutant_kit import load
 
 from engine.core.registry import Found
 from engine.testing import AttentionSuite
 from engine.testing.checking import check
 
-spec = importlib.util.spec_from_file_location("attention_mutants", Path(__file__).parent / "attention_mutants.py")
-mutants = importlib.util.module_from_spec(spec)
-sys.modules["attention_mutants"] = mutants
-spec.loader.exec_module(mutants)
+mutants = load("attention_mutants")
 
 CAUGHT = {
     "ReadsWholePages": ("behind a row's last token", "comes from slots beyond the row's length"),

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
-from pathlib import Path
 
 import pytest
+from mutant_kit import load
 
 from engine.core.registry import Found
 from engine.testing import FrontendSuite, Violation
 from engine.testing.checking import check
 
-spec = importlib.util.spec_from_file_location("frontend_mutants", Path(__file__).parent / "frontend_mutants.py")
-mutants = importlib.util.module_from_spec(spec)
-sys.modules["frontend_mutants"] = mutants
-spec.loader.exec_module(mutants)
+mutants = load("frontend_mutants")
 
 CAUGHT = {
     "LeavesAThread": ("it_starts_and_stops", r"after SIGTERM and close\(\) threads are left: counter"),

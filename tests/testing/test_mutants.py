@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
-from pathlib import Path
 
 import pytest
+from mutant_kit import load
 
 from engine.core import KVCache, Policy, Scheduler
 from engine.core.registry import Found
 from engine.testing import DoNothing
 from engine.testing.checking import check, suite_of
 
-SOURCE = Path(__file__).parent / "mutants.py"
-spec = importlib.util.spec_from_file_location("mutants", SOURCE)
-mutants = importlib.util.module_from_spec(spec)
-sys.modules["mutants"] = mutants
-spec.loader.exec_module(mutants)
+mutants = load("mutants")
 
 CAUGHT = {
     "ForgetsNamespaces": ("in another namespace", "tokens of another namespace are found"),

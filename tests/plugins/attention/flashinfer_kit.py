@@ -8,7 +8,7 @@ import flashinfer_standin as library
 import torch
 
 from engine.plugins.attention.flashinfer import FlashInferAttention
-from engine.testing.paged import PagedMemory, Row, Shape
+from engine.testing.paged import PagedMemory, Row, Shape, dense
 
 SMALL = {"workspace": "32MiB"}
 ROWS = [(40, 1), (0, 9), (33, 1), (36, 1), (50, 7), (9, 1), (40, 1)]
@@ -56,15 +56,8 @@ def expected(given: PagedMemory, scale: float, window: int | None, soft_cap: flo
     """By the definition, in float64."""
     answers, first = [], 0
     for keys, values, (start, count) in zip(given.row_keys, given.row_values, given.rows, strict=True):
-        share = given.shape.heads // given.shape.kv_heads
-        k, v = (side.double().repeat_interleave(share, 1) for side in (keys, values))
-        scores = torch.einsum("qhd,khd->hqk", given.query[first : first + count].double(), k) * scale
-        if soft_cap is not None:
-            scores = soft_cap * torch.tanh(scores / soft_cap)
-        back = torch.arange(start, start + count)[:, None] - torch.arange(start + count)[None]
-        hidden = (back < 0) | (back >= (window or 10**6))
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-        answers.append(torch.einsum("hqk,khd->qhd", weights, v))
+        query = given.query[first : first + count]
+        answers.append(dense(query, keys, values, start, scale, window=window, soft_cap=soft_cap))
         first += count
     return torch.cat(answers)
 

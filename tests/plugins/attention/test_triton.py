@@ -18,7 +18,8 @@ import torch
 from engine.core import AttentionLayer, Batch, ConfigError
 from engine.core.registry import make
 from engine.plugins.attention import triton as plugin
-from engine.plugins.attention._triton_plan import padded, pieces_of, rows_of, tiles_of
+from engine.plugins.attention._rows import rows_of
+from engine.plugins.attention._triton_plan import padded, pieces_of, tiles_of
 from engine.plugins.attention._triton_staging import Staging, packed
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -106,6 +107,7 @@ def test_pieces_cover_what_each_query_sees_once(seed: int) -> None:
         assert rows.pages[table : table + needs[row]].tolist() == pages[row][: needs[row]]
     assert not any(merged.values())
     assert sorted(seen) == list(range(sum(counts)))
+    slots = rows.slots()
     for token, ranges in seen.items():
         row = int(np.searchsorted(rows.firsts, token, side="right")) - 1
         position = starts[row] + token - int(rows.firsts[row])
@@ -114,7 +116,7 @@ def test_pieces_cover_what_each_query_sees_once(seed: int) -> None:
         assert ranges[0][0] <= first
         assert ranges[-1][1] > position
         assert all(one[1] == two[0] for one, two in itertools.pairwise(ranges))
-        assert rows.slots[token] == pages[row][position // size] * size + position % size
+        assert slots[token] == pages[row][position // size] * size + position % size
 
 
 def test_pieces_are_of_one_size_and_may_be_fixed() -> None:

@@ -85,7 +85,7 @@ ENGINE = """
     import json, sys, time
     from engine.core import SamplingParams
     from engine.core.registry import make
-    from engine.testing import ConnectorSuite, ShadowExecutor, make_core
+    from engine.testing import ShadowExecutor, make_core
     store = make("connector", sys.argv[1], json.loads(sys.argv[2]))
     core = make_core(connectors=[store], executor=ShadowExecutor(), num_pages=40, page_size=4)
     core.add([at % 97 for at in range(30)], SamplingParams(max_tokens=1), metadata={"kv_role": "prefill"})

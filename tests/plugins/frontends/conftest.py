@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -19,6 +20,7 @@ import pytest
 
 FAULTS = Path(__file__).parents[2] / "core" / "serve"  # faulty_executor.py
 START_SECONDS = 120.0
+PATIENCE = 60.0
 
 
 class Server:
@@ -79,6 +81,19 @@ class Server:
             time.sleep(0.05)
         raise AssertionError(f"still busy: {now}")
 
+    @staticmethod
+    def until(holds: Callable[[], Any], what: str) -> Any:
+        """What ``holds`` says as soon as it says anything; fails rather than wait for ever."""
+        deadline = time.monotonic() + PATIENCE
+        while not (found := holds()):
+            assert time.monotonic() < deadline, what
+            time.sleep(0.02)
+        return found
+
+    def until_metric(self, name: str, value: float) -> None:
+        """Wait until a sample has this value."""
+        self.until(lambda: self.metrics().get(name) == value, f"{name} never was {value}")
+
     def stop(self, number: int = signal.SIGTERM, *, group: bool = False) -> int:
         """Send a signal, to all its processes (of its ``own_group``) if asked to, and wait for the exit code."""
         self.http.close()
@@ -111,10 +126,10 @@ class Server:
         raise AssertionError(f"the server did not start:\n{self.output}")
 
 
-@pytest.fixture(scope="session")
-def server() -> Iterator[Server]:
-    """A server without a model, shared: tests leave it idle. Ends with exit code 0, all pages returned."""
-    server = Server("--executor", "sim", "--executor.step-ms", "2", "--audit", "true")
+@contextlib.contextmanager
+def shared_server(*flags: str) -> Iterator[Server]:
+    """A server for several tests, which leave it idle. Ends with exit code 0, all pages returned."""
+    server = Server(*flags)
     try:
         yield server
         final = server.idle()
@@ -124,6 +139,19 @@ def server() -> Iterator[Server]:
     finally:
         code = server.stop()
     assert code == 0
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """A server without a model, shared by all."""
+    with shared_server("--executor", "sim", "--executor.step-ms", "2", "--audit", "true") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def share() -> Callable[..., contextlib.AbstractContextManager[Server]]:
+    """``shared_server``, for servers that a module's tests share."""
+    return shared_server
 
 
 @pytest.fixture(scope="session")

@@ -35,13 +35,6 @@ def raw(server: Any, path: str, body: dict[str, Any]) -> socket.socket:
     return connection
 
 
-def wait_for(server: Any, name: str, value: float) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while server.metrics()[name] != value:
-        assert time.monotonic() < deadline, f"{name} is {server.metrics()[name]}, not {value}"
-        time.sleep(0.02)
-
-
 ABORTED = 'engine_requests_ended_total{reason="abort"}'
 
 
@@ -61,12 +54,12 @@ def test_who_leaves_costs_nothing_more(server: Any, body: dict[str, Any], how: s
     before = server.idle()
     children = body.get("n", 1) * (len(body["prompt"]) if isinstance(body["prompt"][0], list) else 1)
     connection = raw(server, "/v1/completions", body)
-    wait_for(server, "engine_requests_running", children)
+    server.until_metric("engine_requests_running", children)
     if how == "close":
         connection.close()
     else:
         connection.shutdown(socket.SHUT_WR)
-    wait_for(server, ABORTED, before[ABORTED] + children)
+    server.until_metric(ABORTED, before[ABORTED] + children)
     after = server.idle()
     connection.close()
     assert after["engine_kv_pages_pinned"] == 0
@@ -76,12 +69,12 @@ def test_who_leaves_costs_nothing_more(server: Any, body: dict[str, Any], how: s
 def test_who_leaves_while_queued_costs_nothing(start: Any) -> None:
     server = start("--executor", "sim", "--executor.step-ms", "2", "--max-running", "1")
     first = raw(server, "/v1/completions", {**LONG, "stream": True})
-    wait_for(server, "engine_requests_running", 1)
+    server.until_metric("engine_requests_running", 1)
     queued = [raw(server, "/v1/completions", {**LONG, "stream": stream}) for stream in (True, False)]
-    wait_for(server, "engine_requests_waiting", 2)
+    server.until_metric("engine_requests_waiting", 2)
     for connection in queued:
         connection.close()
-    wait_for(server, "engine_requests_waiting", 0)
+    server.until_metric("engine_requests_waiting", 0)
     assert server.metrics()[ABORTED] == 2
     first.close()
     assert server.idle()["engine_kv_pages_pinned"] == 0
@@ -115,10 +108,10 @@ def test_finished_requests_are_not_aborted(server: Any) -> None:
 def test_fifty_streams_leave_at_once(server: Any) -> None:
     before = server.idle()
     connections = [raw(server, "/v1/completions", {**LONG, "prompt": [n], "stream": True}) for n in range(50)]
-    wait_for(server, "engine_requests_running", 50)
+    server.until_metric("engine_requests_running", 50)
     for connection in connections:
         connection.close()
-    wait_for(server, ABORTED, before[ABORTED] + 50)
+    server.until_metric(ABORTED, before[ABORTED] + 50)
     after = server.idle()
     ended = {name: value for name, value in after.items() if name.startswith("engine_requests_ended_total")}
     assert sum(ended.values()) == after["engine_requests_accepted_total"]
@@ -160,7 +153,7 @@ def five_and_five(server: Any, pool: ThreadPoolExecutor) -> list[Any]:
         return lines[-1]
 
     tasks = [pool.submit(stream if n % 2 else plain, n) for n in range(10)]
-    wait_for(server, "engine_requests_running", 10)
+    server.until_metric("engine_requests_running", 10)
     return tasks
 
 
@@ -235,7 +228,7 @@ def test_graceful_end(start: Any, number: int, group: bool) -> None:
     server = start("--executor", "sim", "--executor.step-ms", "5", "--drain-timeout", "30", own_group=group)
     with ThreadPoolExecutor(1) as pool:
         last = pool.submit(httpx.post, f"{server.url}/v1/completions", json={**GOOD, "max_tokens": 200}, timeout=60)
-        wait_for(server, "engine_requests_running", 1)
+        server.until_metric("engine_requests_running", 1)
         assert server.stop(number, group=group) == 0
         assert last.result().json()["usage"]["completion_tokens"] == 200
     assert not os.path.exists(f"/proc/{server.core_pid}")
@@ -246,7 +239,7 @@ def test_graceful_end(start: Any, number: int, group: bool) -> None:
 def test_end_does_not_wait_for_ever(start: Any, grace: float) -> None:
     server = start("--executor", "sim", "--executor.step-ms", "5", "--drain-timeout", str(grace))
     with raw(server, "/v1/completions", {**LONG, "stream": True}):
-        wait_for(server, "engine_requests_running", 1)
+        server.until_metric("engine_requests_running", 1)
         assert server.stop() == 0
 
 
@@ -297,7 +290,7 @@ def test_a_reader_that_takes_nothing_is_let_go(start: Any) -> None:
     connection.sendall(
         f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
     )
-    wait_for(server, ABORTED, 8)
+    server.until_metric(ABORTED, 8)
     assert server.idle()["engine_kv_pages_pinned"] == 0
     assert server.http.get("/health").json()["open_requests"] == 0
     connection.close()

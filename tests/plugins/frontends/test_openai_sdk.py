@@ -92,11 +92,9 @@ def test_an_error_in_the_middle_of_a_stream_is_raised(start: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def model_server(launch: Callable[..., Any]) -> Iterator[Any]:
-    server = launch("--num-pages", "512")
-    yield server
-    assert server.idle()["engine_kv_pages_pinned"] == 0
-    assert server.stop() == 0
+def model_server(share: Callable[..., Any]) -> Iterator[Any]:
+    with share("--num-pages", "512") as server:
+        yield server
 
 
 @pytest.mark.model

@@ -48,12 +48,9 @@ WEATHER: Any = {
 
 
 @pytest.fixture(scope="module")
-def structured(launch: Callable[..., Any]) -> Iterator[Any]:
-    server = launch("--num-pages", "512", "--overlap", "true", "--grammar.whitespace", "2")
-    yield server
-    assert server.idle()["engine_kv_pages_pinned"] == 0
-    assert "Traceback" not in server.output
-    assert server.stop() == 0
+def structured(share: Callable[..., Any]) -> Iterator[Any]:
+    with share("--num-pages", "512", "--overlap", "true", "--grammar.whitespace", "2") as server:
+        yield server
 
 
 def test_schemas_tools_and_responses(structured: Any) -> None:

@@ -36,14 +36,11 @@ CHAT: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module", params=["hermes", "pythonic"])
-def tooled(launch: Callable[..., Any], request: Any) -> Iterator[Any]:
+def tooled(share: Callable[..., Any], request: Any) -> Iterator[Any]:
     flags = ("--executor", "sim", "--executor.eos-id", "2", "--tool-parser", request.param, "--audit", "true")
-    server = launch(*flags)
-    server.parser = request.param
-    yield server
-    assert server.idle()["engine_kv_pages_pinned"] == 0
-    assert "Traceback" not in server.output
-    assert server.stop() == 0
+    with share(*flags) as server:
+        server.parser = request.param
+        yield server
 
 
 def chat(server: Any, **more: Any) -> Any:

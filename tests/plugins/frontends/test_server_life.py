@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,6 @@ GOOD = {"prompt": [1, 2, 3], "max_tokens": 8, "temperature": 0}
 RAISE, SLEEP = 40_001, 40_002  # faulty_executor.py
 PATIENCE = 60.0
 FAULTS = Path(__file__).parents[2] / "core" / "serve"
-
-
-def wait_for(holds: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + PATIENCE
-    while not (found := holds()):
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
-    return found
 
 
 def ready(server: Any) -> tuple[int, dict[str, Any]]:
@@ -84,9 +75,9 @@ def test_draining(start: Any) -> None:
     lines: list[str] = []
     with ThreadPoolExecutor(1) as pool:
         last = pool.submit(stream, server, {**GOOD, "max_tokens": 400}, lines)
-        wait_for(lambda: running(server, 1), "it runs")
+        server.until(lambda: running(server, 1), "it runs")
         server.process.send_signal(signal.SIGTERM)
-        _, said = wait_for(lambda: ready(server)[0] == 503 and ready(server), "it drains")
+        _, said = server.until(lambda: ready(server)[0] == 503 and ready(server), "it drains")
         assert (said["state"], said["status"], said["open_requests"]) == ("draining", "draining", 1)
         assert server.http.get("/v1/engine").json()["state"] == "draining"
         assert server.metrics()['engine_state{state="draining"}'] == 1
@@ -106,7 +97,7 @@ def test_whoever_does_not_end_in_time_is_told(start: Any) -> None:
     with ThreadPoolExecutor(2) as pool:
         streamed = pool.submit(stream, server, LONG, lines)
         plain = pool.submit(server.http.post, "/v1/completions", json=LONG)
-        wait_for(lambda: running(server, 2), "they run")
+        server.until(lambda: running(server, 2), "they run")
         server.process.send_signal(signal.SIGTERM)
         streamed.result()
         answer = plain.result()
@@ -121,9 +112,9 @@ def test_a_second_signal_ends_at_once(start: Any) -> None:
     lines: list[str] = []
     with ThreadPoolExecutor(1) as pool:
         cut = pool.submit(stream, server, LONG, lines)
-        wait_for(lambda: running(server, 1), "it runs")
+        server.until(lambda: running(server, 1), "it runs")
         server.process.send_signal(signal.SIGTERM)
-        wait_for(lambda: ready(server)[1]["state"] == "draining", "it drains")
+        server.until(lambda: ready(server)[1]["state"] == "draining", "it drains")
         assert server.stop(signal.SIGINT) == 0
         assert cut.exception() is None or isinstance(cut.exception(), httpx.RemoteProtocolError)
     assert "data: [DONE]" not in lines
@@ -138,22 +129,22 @@ def test_readiness_goes_and_comes_with_progress(start: Any) -> None:
     lines: list[str] = []
     with ThreadPoolExecutor(1) as pool:
         going = pool.submit(stream, server, {**GOOD, "max_tokens": 500}, lines)
-        wait_for(lambda: running(server, 1), "it runs")
+        server.until(lambda: running(server, 1), "it runs")
         assert ready(server)[0] == 200
         os.kill(server.core_pid, signal.SIGSTOP)
         try:
-            _, said = wait_for(lambda: ready(server)[0] == 503 and ready(server), "it stalls")
+            _, said = server.until(lambda: ready(server)[0] == 503 and ready(server), "it stalls")
             assert (said["status"], said["state"], said["ready"]) == ("stalled", "ready", False)
             assert said["cause"]
             assert server.http.get("/health").status_code == 503
             assert server.http.get("/health/live").status_code == 200
         finally:
             os.kill(server.core_pid, signal.SIGCONT)
-        wait_for(lambda: ready(server)[0] == 200, "it goes on")
+        server.until(lambda: ready(server)[0] == 200, "it goes on")
         going.result()
         assert lines[-1] == "data: [DONE]"
         stuck = pool.submit(server.http.post, "/v1/completions", json={**LONG, "prompt": [SLEEP]})
-        said = wait_for(lambda: ready(server)[0] == 503 and ready(server)[1], "it stalls")
+        said = server.until(lambda: ready(server)[0] == 503 and ready(server)[1], "it stalls")
         assert "no step has brought work forward" in said["cause"]
         scraped = httpx.get(f"{server.url}/metrics", timeout=9)  # Prometheus waits for 10 s
         assert "\nengine_ready 0.0\n" in scraped.text
@@ -169,7 +160,7 @@ def test_killed_engines_requests_end_within_two_seconds(start: Any) -> None:
     with ThreadPoolExecutor(10) as pool:
         tasks = [pool.submit(stream, server, LONG, lines) for lines in streams]
         plain = [pool.submit(httpx.post, f"{server.url}/v1/completions", json=LONG, timeout=60) for _ in range(5)]
-        wait_for(lambda: running(server, 10), "they run")
+        server.until(lambda: running(server, 10), "they run")
         os.kill(server.core_pid, signal.SIGKILL)
         deadline = time.monotonic() + 2
         answers = [task.result(max(0.0, deadline - time.monotonic())) for task in [*tasks, *plain]][5:]
@@ -184,7 +175,7 @@ def test_killed_engines_requests_end_within_two_seconds(start: Any) -> None:
     assert server.wait() == 1
 
 
-def test_a_full_disk_for_logs_ends_nothing() -> None:
+def test_a_full_disk_for_logs_ends_nothing(launch: Any) -> None:
     """Output and logs of both processes go to a full device, also those of a step that fails."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -204,7 +195,7 @@ def test_a_full_disk_for_logs_ends_nothing() -> None:
                 except httpx.TransportError:
                     return False
 
-            wait_for(is_ready, "it listens")
+            launch.until(is_ready, "it listens")
             bad = http.post("/v1/completions", json={**GOOD, "prompt": [RAISE]})
             assert (bad.status_code, bad.json()["error"]["code"]) == (500, "request_failed")
             for _ in range(20):

@@ -104,13 +104,6 @@ def test_known_names_say_the_same_as_ours(embedded: AsyncEngine) -> None:
     assert now["engine_step_seconds_count"] == now["engine_batch_tokens_count"] > 0
 
 
-def wait_for(server: Any, name: str, value: float) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while server.metrics().get(name) != value:
-        assert time.monotonic() < deadline, f"{name} is {server.metrics().get(name)}, not {value}"
-        time.sleep(0.02)
-
-
 def test_why_requests_wait() -> None:
     fields = {"executor": {"name": "sim", "step_ms": 2}, "max_running": 1}
     engine = AsyncEngine.launch(EngineConfig.model_validate(fields), in_process=True)
@@ -149,7 +142,7 @@ def test_every_http_request_is_counted_with_its_status(start: Any) -> None:
     with server.http.stream("POST", "/v1/completions", json={**GOOD, "max_tokens": 8000, "stream": True}) as answer:
         next(answer.iter_raw())
     left = 'engine_http_requests_total{path="/v1/completions",status="499"}'
-    wait_for(server, left, 1)
+    server.until_metric(left, 1)
     now = server.metrics()
     assert now['engine_http_requests_total{path="/v1/completions",status="200"}'] == 2
     assert now['engine_http_requests_total{path="/v1/completions",status="400"}'] == 1

@@ -7,7 +7,6 @@ import asyncio
 import os
 import re
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from engine.plugins.frontends.openai import OpenAIFrontend, OpenAIOptions
 ROOT = Path(__file__).parents[3]
 GOOD = {"prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
-PATIENCE = 60.0
 NOTES = """
 from engine.core import Policy, hookimpl
 
@@ -294,10 +292,7 @@ def test_keys_change_with_their_file(start: Any, tmp_path: Path) -> None:
         return int(server.http.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code)
 
     def becomes(key: str, wanted: int) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while status(key) != wanted:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        server.until(lambda: status(key) == wanted, f"{key} is never answered {wanted}")
 
     assert (status("first"), status("second")) == (200, 401)
     file.write_text("a: second\n")
@@ -306,10 +301,7 @@ def test_keys_change_with_their_file(start: Any, tmp_path: Path) -> None:
     assert status("first") == 401
     file.write_text("")
     server.process.send_signal(signal.SIGHUP)
-    deadline = time.monotonic() + PATIENCE
-    while "the API keys stay as they were" not in server.output:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    server.until(lambda: "the API keys stay as they were" in server.output, "nothing is said of the empty file")
     assert status("second") == 200
     assert server.stop() == 0
 
@@ -339,10 +331,7 @@ def test_keys_change_while_the_model_loads_and_a_hang_up_reaches_no_core(
         return int(server.http.post("/v1/completions", json=GOOD, headers=headers).status_code)
 
     def becomes(key: str, wanted: int) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while status(key) != wanted:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        server.until(lambda: status(key) == wanted, f"{key} is never answered {wanted}")
 
     becomes("second", 200)
     assert status("first") == 401
@@ -358,10 +347,7 @@ def test_a_hang_up_ends_a_server_without_a_file_of_keys(start: Any, flags: tuple
     server = start("--executor", "sim", *flags, own_group=True)
     assert server.core_pid is not None
     assert server.stop(signal.SIGHUP, group=True) == -signal.SIGHUP
-    deadline = time.monotonic() + PATIENCE
-    while os.path.exists(f"/proc/{server.core_pid}"):
-        assert time.monotonic() < deadline, "the core outlives it"
-        time.sleep(0.02)
+    server.until(lambda: not os.path.exists(f"/proc/{server.core_pid}"), "the core outlives it")
 
 
 def test_a_frontend_of_one_key_is_not_left_open() -> None:

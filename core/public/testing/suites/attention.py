@@ -92,20 +92,10 @@ class AttentionSuite(AttentionFeatures):
 
     def test_nobody_sees_the_future(self) -> None:
         """A query at position p reads positions 0 … p: all of them, itself included, and none after it."""
-        dim = self.head_dims[0]
-        count = min(dim, 7)
+        count = min(self.head_dims[0], 7)
         rows = [(0, count), (2, count - 2), (count - 1, 1)]
         for memory in self._memories(rows, **self._easy()):
-            for keys, values in zip(memory.row_keys, memory.row_values, strict=True):
-                keys[:] = 0  # everybody is worth the same
-                values[:] = 0
-                for at in range(values.shape[0]):
-                    values[at, :, at] = 1
-            memory.fill()
-            answer = memory.run(self._ready(), SCALE)[:, 0].double()
-            for token in range(answer.shape[0]):
-                row, position = memory.owner(token)
-                seen = [at for at in range(dim) if not abs(float(answer[token, at])) < 1e-3]
+            for row, position, seen in self._read(memory):
                 if seen != list(range(position + 1)):
                     raise Violation(f"the query at position {position} of row {row} ({memory.rows[row]}) reads {seen}")
 

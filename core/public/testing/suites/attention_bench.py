@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from engine.core.protocols import Attention
@@ -103,6 +103,21 @@ class AttentionBench(Suite):
         lone.query = memory.query[part]
         lone.fill()
         return lone.run(self._ready(), SCALE)
+
+    def _read(self, memory: PagedMemory) -> Iterator[tuple[int, int, list[int]]]:
+        """Row and position of each query, and the positions that it reads, no row being longer than a head.
+
+        Everybody is worth the same, and the value at position p is 1 at p and 0 elsewhere. Mutates the memory.
+        """
+        for keys, values in zip(memory.row_keys, memory.row_values, strict=True):
+            keys[:] = 0
+            values[:] = 0
+            for at in range(values.shape[0]):
+                values[at, :, at] = 1
+        memory.fill()
+        answer = memory.run(self._ready(), SCALE)[:, 0].double()
+        for token, parts in enumerate(answer.tolist()):
+            yield *memory.owner(token), [at for at, part in enumerate(parts) if not abs(part) < 1e-3]
 
     def _equal(self, memory: PagedMemory, where: str, *, scale: float = SCALE, slack: float = 1) -> None:
         self._compare(memory, memory.run(self._ready(), scale), where, scale=scale, slack=slack)

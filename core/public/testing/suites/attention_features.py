@@ -21,21 +21,11 @@ class AttentionFeatures(AttentionBench):
         """Where provided: with a window of w tokens, a query at position p reads positions p - w + 1 … p."""
         if not self.provided("window"):
             return
-        dim = self.head_dims[0]
-        count = min(dim, 12)
+        count = min(self.head_dims[0], 12)
         for window in (1, 3, count - 1, count, count + 9):
             rows = [(0, count), (2, count - 2), (count - 1, 1)]
             for memory in self._memories(rows, **self._easy(), window=window):
-                for keys, values in zip(memory.row_keys, memory.row_values, strict=True):
-                    keys[:] = 0  # everybody is worth the same
-                    values[:] = 0
-                    for at in range(values.shape[0]):
-                        values[at, :, at] = 1
-                memory.fill()
-                answer = memory.run(self._ready(), SCALE)[:, 0].double()
-                for token in range(answer.shape[0]):
-                    row, position = memory.owner(token)
-                    seen = [at for at in range(dim) if not abs(float(answer[token, at])) < 1e-3]
+                for row, position, seen in self._read(memory):
                     if seen != list(range(max(0, position - window + 1), position + 1)):
                         raise Violation(
                             f"with a window of {window}, the query at position {position} of row {row} "

@@ -88,8 +88,9 @@ def answer():
         request = core.add(tokens, SamplingParams(max_tokens=6), **more)
         while core.has_work:
             core.step()
-        assert core.executor.mismatch is None
+        assert getattr(core.executor, "mismatch", None) is None
         assert core.pool.num_fenced == 0
+        assert request.finish == "length"
         return list(request.output), request.cached_tokens
 
     return answered

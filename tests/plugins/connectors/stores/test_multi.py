@@ -170,7 +170,7 @@ def test_timeout_takes_what_has_come_by_then_and_that_is_no_fault(tiers, memory,
 
 
 @pytest.mark.parametrize("prefetch", ["best-effort", "wait", "timeout"])
-def test_a_tier_that_never_answers_holds_nobody_up_for_longer_than_patience(prefetch, memory):
+def test_a_tier_that_never_answers_holds_nobody_up_for_longer_than_patience(prefetch, memory, answer):
     """The engine computes what the slow tier does not bring."""
     slow = Slow()
     options = {"prefetch": prefetch, "patience": 0.4, "timeout_base": 0.1, "timeout_per_token": 0.0}
@@ -181,18 +181,6 @@ def test_a_tier_that_never_answers_holds_nobody_up_for_longer_than_patience(pref
     slow.seconds = 0.3
     assert answer(core)[0] == cold[0]
     core.close()
-
-
-def answer(core, tokens=PROMPT):
-    """Of a request alone: its output, and how much of its prompt came from somewhere."""
-    core.kv.reset()
-    request = core.add(tokens, SamplingParams(max_tokens=6))
-    while core.has_work:
-        core.step()
-    assert getattr(core.executor, "mismatch", None) is None
-    assert core.pool.num_fenced == 0
-    assert request.finish == "length"
-    return list(request.output), request.cached_tokens
 
 
 def damage(how, *folders):
@@ -207,7 +195,7 @@ def damage(how, *folders):
 
 
 @pytest.mark.parametrize("how", ["corrupted", "truncated", "of another layout", "empty"])
-def test_a_damaged_page_comes_from_the_tier_below_or_is_computed(how, tmp_path):
+def test_a_damaged_page_comes_from_the_tier_below_or_is_computed(how, tmp_path, answer):
     """A tier of files over another: the upper is damaged, or both."""
     roots = [tmp_path / "upper", tmp_path / "lower"]
     for damaged in (roots[:1], roots):
@@ -263,7 +251,7 @@ def test_a_tier_that_fails_does_not_end_what_the_others_are_still_to_get(opened,
     assert (multi.kept, host.kept) == (4, 4)
 
 
-def test_a_tier_that_is_gone_costs_what_only_it_had(redis_server):
+def test_a_tier_that_is_gone_costs_what_only_it_had(redis_server, answer):
     """``host`` over ``redis``: killed, it is left alone; what the memory has is loaded as before."""
     redis = make("connector", "redis", {"url": redis_server.url})
     core = make_core(connectors=[MultiStore(), HostStore(), redis], executor=ShadowExecutor(), num_pages=40)
@@ -327,7 +315,7 @@ def test_a_slow_tier_is_not_loaded_from_and_a_fast_one_is(memory):
     core.close()
 
 
-def test_a_restart_through_multi_is_warm(tmp_path):
+def test_a_restart_through_multi_is_warm(tmp_path, answer):
     config = EngineConfig(
         executor="sim",
         connectors=["multi", {"name": "host", "capacity": "1MiB"}, {"name": "file", "root": str(tmp_path)}],
@@ -352,7 +340,7 @@ def test_what_cannot_be_composed_is_refused(tmp_path):
     refused(["multi", "multi", "host"], "connector 'host' is part of two others")
 
 
-def test_a_store_that_is_no_tier_stays_on_its_own(tmp_path):
+def test_a_store_that_is_no_tier_stays_on_its_own(tmp_path, answer):
     connectors = [{"name": "multi", "tiers": "host"}, "host", {"name": "file", "root": str(tmp_path)}]
     core = assemble(EngineConfig(executor="sim", connectors=connectors, page_size=4))
     assert set(core.describe()["connectors"]) == {"multi", "file"}
