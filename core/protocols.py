@@ -6,6 +6,7 @@ with its validated options; the core then calls ``start`` once, in the order exe
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -122,11 +123,16 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """What a plugin is given at ``start``."""
+    """What a plugin is given at ``start``.
+
+    ``clock`` is the engine's, in seconds: on it requests arrive and are due. It stands still while a step is planned
+    and while one is committed. Plugins that decide by time read it alone, so that a decision can be made anew.
+    """
 
     limits: Limits
     pool: PagePool
     model: ModelInfo
+    clock: Callable[[], float] = time.monotonic
 
 
 class Plugin:

@@ -99,10 +99,11 @@ class Plan(Line, tag="plan"):
 
     Attributes:
         t: when planning began; the engine's clock stood still until it ended, ``s`` seconds later.
-        rows: requests of the batch in order; ``None``: rows, counts and partial are those of the plan before.
+        rows: requests of the batch in order. ``None``: all but ``step``, ``t``, ``s``, ``evicted`` and ``available`` is
+            as in the plan before, and nobody was admitted or preempted.
         counts: tokens that each row computes; a number: the same for all.
         partial: rows (by their place) that end before the last known token, so that they yield none.
-        admitted: (request, tokens found in the cache) of those that started, in order.
+        admitted: (request, where its row begins: tokens found in the cache) of those that started, in order.
         preempted: those that gave up their pages, in order.
         evicted: pages evicted.
         waits: (request, why, words) of those that were looked at and got nothing.

@@ -126,29 +126,33 @@ def spelled_out(lines: Iterable[AnyLine]) -> Iterator[AnyLine]:
             before = _whole(line, before)
             yield before
         elif isinstance(line, Run):
-            for line in _steps(line, before):
-                if isinstance(line, Plan):
-                    before = line
-                yield line
+            for each in _steps(line, before):
+                if isinstance(each, Plan):
+                    before = each
+                yield each
         else:
             yield line
 
 
 def _whole(plan: Plan, before: Plan) -> Plan:
     if plan.rows is None:
-        return msgspec.structs.replace(plan, rows=before.rows, counts=before.counts, partial=before.partial)
+        return _again(before, plan.step, plan.t, plan.s, plan.available, plan.evicted)
     if isinstance(plan.counts, int):
         return msgspec.structs.replace(plan, counts=[plan.counts] * len(plan.rows))
     return plan
+
+
+def _again(before: Plan, step: int, t: float, s: float, available: int, evicted: int) -> Plan:
+    return msgspec.structs.replace(
+        before, step=step, t=t, s=s, available=available, evicted=evicted, admitted=[], preempted=[]
+    )
 
 
 def _steps(run: Run, before: Plan) -> Iterator[AnyLine]:
     evicted = run.evicted or [0] * len(run.t)
     figures = zip(run.t, run.s, run.available, evicted, run.ct, run.cs, strict=True)
     for step, (t, s, available, dropped, done, took) in enumerate(figures, run.step):
-        yield msgspec.structs.replace(
-            before, step=step, t=t, s=s, available=available, evicted=dropped, admitted=[], preempted=[]
-        )
+        yield _again(before, step, t, s, available, dropped)
         yield Commit(step - run.lag, done, took)
         if run.idle:
             yield Idle()
