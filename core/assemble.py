@@ -28,6 +28,7 @@ from engine.core.protocols import (
     Policy,
     Scheduler,
 )
+from engine.core.record.desk import RecordOptions
 from engine.core.registry import Found, Registry, build
 from engine.core.values import hidden
 
@@ -214,6 +215,7 @@ def _build(
         vocabulary=lambda: _vocabulary(config, model),
         grammar_seconds=config.grammar_seconds,
         grammar_threads=config.grammar_threads,
+        record=RecordOptions.of(config),
         description={
             **_describe(choice.chosen, model, limits),
             "loop": "overlap" if overlap else "sync",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from engine.core.arbiter import Arbiter
 from engine.core.cache_desk import CacheDesk
 from engine.core.cache_events import CacheLog
 from engine.core.capabilities import label
+from engine.core.clock import Clock
 from engine.core.composing import composed
 from engine.core.containment import ASK_SECONDS, Naming, started
 from engine.core.errors import EngineDead, ExecutionError, InvalidRequest, InvariantViolation, QueueFull
@@ -38,6 +40,7 @@ from engine.core.protocols import (
     Scheduler,
 )
 from engine.core.queue import WaitingQueue
+from engine.core.record.desk import RecordDesk, RecordOptions
 from engine.core.request import Finish, Request, SamplingParams, State
 from engine.core.results import ResultApplier, delta
 from engine.core.results import finish as end_request
@@ -55,6 +58,7 @@ log = logging.getLogger(__name__)
 
 SHORT_REST = 0.001  # seconds
 GRAMMAR_SECONDS = 5.0
+STARTS = 64
 
 
 class EngineCore:
@@ -89,6 +93,7 @@ class EngineCore:
         vocabulary: Callable[[], Vocabulary] | None = None,
         grammar_seconds: float = GRAMMAR_SECONDS,
         grammar_threads: int = 1,
+        record: RecordOptions | None = None,
     ) -> None:
         self.limits = limits
         self.model = model
@@ -96,12 +101,14 @@ class EngineCore:
         self.kv = kv
         self.executor = executor
         self.counters = Counters()
-        self.roster = Roster(limits, model, clock)
+        self.clock = Clock(clock)
+        self.roster = Roster(limits, model, self.clock)
         self.pool = PagePool(limits.num_pages, limits.page_size)
         connectors = composed(connectors)
         watch = RequestWatch(lambda: self.requests) if audit_every_step else None
         members = [scheduler, kv, *connectors, *policies]
         self.hooks = HookBus(members, pool=self.pool, watch=watch, ask_seconds=ask_seconds)
+        self.policies = tuple(policies)
         self._plugins = [executor, kv, scheduler, *connectors, *policies, *([grammar] if grammar is not None else [])]
         self._naming = Naming(self._plugins)
         self._audit = audit_every_step
@@ -115,20 +122,23 @@ class EngineCore:
         self._who = f"{label(executor)} of {executor.origin}"
         self._closed = False
         self.weights_epoch = 0
+        self.starts: deque[float] = deque(maxlen=STARTS)  # when the last requests started, for estimates
         self._outbox: list[Delta] = []
-        self._timeouts = Timeouts(limits.queue_timeout)
+        self.timeouts = Timeouts(limits.queue_timeout)
         self.arbiter = Arbiter(self.roster, kv, self.pool, self.hooks)
         self.exchange = Exchange(self, connectors)
         self.cache = CacheDesk(self, cache_log, cache_feed)
         self.grammars = GrammarDesk(self, grammar, vocabulary, seconds=grammar_seconds, threads=grammar_threads)
         self._refused: list[tuple[str, InvalidRequest]] = []
         self._results = ResultApplier(limits, kv, self.counters, overlap=overlap)
-        context = Context(limits=limits, pool=self.pool, model=model, clock=clock)
+        context = Context(limits=limits, pool=self.pool, model=model, clock=self.clock)
         for plugin in self._plugins:
             started(plugin, context)
         self.cache.open()
         self.exchange.register(executor)
         self.waiting.keep_sorted_by(scheduler.queue_key())
+        self.record = RecordDesk(self, record)
+        self.record.open()
 
     # ---- requests
 
@@ -185,6 +195,7 @@ class EngineCore:
         reads = read_cache and getattr(params, "prompt_logprobs", None) is None
         has_grammar = getattr(params, "grammar", None) is not None
         looks_up = self.exchange.wants(len(tokens), read_cache=reads)
+        parked = [*parked_on, *([KV] if looks_up else []), *([GRAMMAR] if has_grammar else [])]
         create = partial(
             self.roster.create,
             tokens,
@@ -198,7 +209,7 @@ class EngineCore:
             write_cache=write_cache,
             deadline=deadline,
             metadata=metadata,
-            parked_on=[*parked_on, *([KV] if looks_up else []), *([GRAMMAR] if has_grammar else [])],
+            parked_on=parked,
         )
         try:
             request = create()
@@ -210,8 +221,15 @@ class EngineCore:
             if displaced is None or displaced.state is not State.WAITING:
                 raise
             self._end_now(displaced, Finish.ABORT, "the queue is full and a more urgent request came")
-            request = create()
-        self._timeouts.watch(request, len(self.requests))
+            try:
+                request = create()
+            except QueueFull:
+                if self.record.recorder is not None:
+                    self.record.recorder.displaced(displaced)
+                raise
+        if self.record.recorder is not None:
+            self.record.recorder.added(request, deadline, parked)
+        self.timeouts.watch(request, len(self.requests))
         if looks_up:
             self.exchange.look_up(request)
         if has_grammar:
@@ -222,6 +240,8 @@ class EngineCore:
 
     def ready(self, request_id: str, what: str) -> None:
         """``what`` a parked request waited for is there; when nothing is missing it joins the queue. Idempotent."""
+        if self.record.recorder is not None:
+            self.record.recorder.readied(request_id, what)
         self.roster.ready(request_id, what)
 
     def abort(self, request_id: str, finish: Finish = Finish.ABORT, detail: str | None = None) -> bool:
@@ -229,6 +249,8 @@ class EngineCore:
         request = self.requests.get(request_id)
         if request is None:
             return False
+        if self.record.recorder is not None:
+            self.record.recorder.aborted(request, finish, detail)
         self._end_now(request, finish, detail)
         return True
 
@@ -263,6 +285,8 @@ class EngineCore:
         request.planned = request.computed
         request.pending = request.quiet = 0
         request.epoch += 1
+        if self.record.recorder is not None:
+            self.record.recorder.ended(request)
         self.roster.forget(request)
         self.executor.forget(request)
 
@@ -312,7 +336,7 @@ class EngineCore:
             raise
 
     def _step(self) -> list[Delta]:
-        for request, words in self._timeouts.due(self.roster.now()):
+        for request, words in self.timeouts.due(self.roster.now()):
             self.abort(request.id, Finish.TIMEOUT, words)
         self.exchange.move()
         if len(self.grammars):
@@ -333,6 +357,8 @@ class EngineCore:
 
     def idle(self) -> None:
         """Nothing is left to plan: tell the scheduler. ``step`` does; so does whoever plans and commits by hand."""
+        if self.record.recorder is not None:
+            self.record.recorder.idled()
         self.scheduler.on_idle()
 
     def _complete(self, plan: Plan) -> None:
@@ -367,8 +393,15 @@ class EngineCore:
         self.flight.check_room()
         self.arbiter.forget_step()
         self.counters.steps += 1
+        recorder = self.record.recorder
+        if recorder is not None:
+            recorder.planning()
         step = Step(self, self.counters.steps, override=self._progress.override)
-        plan = self.hooks.ask_plan(step)
+        began = self.clock.hold()
+        try:
+            plan = self.hooks.ask_plan(step)
+        finally:
+            self.clock.release()
         if plan is not step.plan:
             raise InvariantViolation("the plan is not the one that step.seal() gave")
         self.flight.depart(plan, step)
@@ -379,6 +412,8 @@ class EngineCore:
             raise InvariantViolation(
                 f"a plan of {plan.total_tokens} tokens; {self.limits.max_batch_tokens} is the limit"
             )
+        if recorder is not None:
+            recorder.planned(plan, began)
         return plan
 
     def commit(self, outcome: Outcome) -> None:
@@ -390,6 +425,18 @@ class EngineCore:
         plan = outcome.plan
         if len(outcome.tokens) != len(plan.requests):
             raise InvariantViolation("a plan commits only with its own outcome, row by row")
+        began = self.clock.hold()
+        try:
+            self._commit(outcome, began)
+        finally:
+            self.clock.release()
+        if self._audit:
+            self.check()
+
+    def _commit(self, outcome: Outcome, began: float) -> None:
+        plan, recorder = outcome.plan, self.record.recorder
+        if recorder is not None:
+            recorder.committing()
         step, alone = self.flight.land(plan)
         if outcome.errors:
             recovery.isolate(self, outcome, step)
@@ -405,8 +452,8 @@ class EngineCore:
             self._let_go(request)
         if self.cache.watch is not None:
             self.cache.settle()
-        if self._audit:
-            self.check()
+        if recorder is not None:
+            recorder.committed(outcome, began)
 
     def fail_step(self, plan: Plan, why: str) -> None:
         """The oldest plan in flight was not computed, and none after it will be.
@@ -414,6 +461,8 @@ class EngineCore:
         Un-publishes what they published, ends the failed plan's requests with an error; requests that only a later plan
         computes start again.
         """
+        if self.record.recorder is not None:
+            self.record.recorder.failing(plan)
         recovery.fail_step(self, plan, why)
         self.cache.settle()
         if self._audit:
@@ -427,7 +476,8 @@ class EngineCore:
         request.computed = request.planned = hit
         request.prefill_target = request.num_tokens
         if request.started is None:
-            request.started = self.roster.now()
+            request.started = now = self.roster.now()
+            self.starts.append(now)
             request.cached_tokens = hit
         self.counters.cached_tokens += hit
         self.counters.looked_up_tokens += request.num_tokens
@@ -477,6 +527,8 @@ class EngineCore:
 
     def rename_model(self, fingerprint: str) -> None:
         """The model computes other KV from now on: forget all there is. Those that run start again, output kept."""
+        if self.record.recorder is not None:
+            self.record.recorder.renamed(fingerprint)
         self.model = weights.renamed(self, fingerprint)
         self.weights_epoch += 1
         self.exchange.reset()
@@ -551,6 +603,7 @@ class EngineCore:
         for request_id in list(self.requests):
             self.abort(request_id, detail="the engine was closed")
         self.grammars.close()
+        self.record.close()
         plugins, self._plugins = self._plugins, []
         for plugin in reversed(plugins):
             plugin.close()

@@ -125,8 +125,8 @@ class Limits:
 class Context:
     """What a plugin is given at ``start``.
 
-    ``clock`` is the engine's own, in seconds: whoever asks for the time asks it, so that an engine whose time is
-    simulated decides as one whose time passes.
+    ``clock`` is the engine's, in seconds: on it requests arrive and are due. It stands still while a step is planned
+    and while one is committed. Plugins that decide by time read it alone, so that a decision can be made anew.
     """
 
     limits: Limits

@@ -135,7 +135,7 @@ def shape(model: str) -> ModelShape:
 
 
 def of_config(data: Mapping[str, Any], name: str) -> ModelShape:
-    """From the values of a ``config.json``. Raises ``ModelError`` where one is missing, or for another kind of attention."""
+    """From the values of a ``config.json``. Raises ``ModelError`` where they do not say it, or not such a model."""
     if data.get("kv_lora_rank"):
         raise ModelError(f"model {name!r} has multi-head latent attention: its cost is not known here")
     if isinstance(data.get("text_config"), Mapping):
@@ -147,7 +147,8 @@ def of_config(data: Mapping[str, Any], name: str) -> ModelShape:
         return ModelShape(
             name=name, layers=int(data["num_hidden_layers"]), hidden=hidden, heads=heads,
             kv_heads=int(data.get("num_key_value_heads") or heads),
-            head_dim=int(data.get("head_dim") or hidden // heads), inner=int(inner or data["intermediate_size"]), vocab=int(data["vocab_size"]),
+            head_dim=int(data.get("head_dim") or hidden // heads),
+            inner=int(inner or data["intermediate_size"]), vocab=int(data["vocab_size"]),
             max_length=int(data["max_position_embeddings"]), tied=bool(data.get("tie_word_embeddings", False)),
             experts=int(experts or 1), active=int(data.get("num_experts_per_tok") or 1) if experts else 1,
             shared=int(data.get("shared_expert_intermediate_size") or 0) if experts else 0,
