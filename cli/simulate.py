@@ -24,6 +24,7 @@ WITHOUT = (
     "grammar_threads", "max_grammar_bytes", "cache_events", "cache_events_replay", "cache_events_topic",
     "cache_events_tokens", "cache_events_history",
 )  # fmt: skip
+LOGGED = ("num_pages", "page_size", "max_batch_tokens", "max_running", "max_model_len")
 EXAMPLE = "poisson:rate=8,requests=1000,prompt=lognormal:512:1,output=exp:128"
 
 
@@ -76,7 +77,7 @@ def simulate(
 
     Options of plugins are flags, as for `engine serve`; those of the modelled device, too: --executor.host-ms 2.
     """
-    from engine.lab import SLO, Fleet, Simulation, together
+    from engine.lab import SLO, Fleet, Simulation, load_fitted, together
     from engine.lab import workload as made
 
     limits = SLO.parse(slo) if slo else SLO()
@@ -85,17 +86,25 @@ def simulate(
         if fit:
             return
         raise ConfigError(f"--workload says what arrives, e.g. --workload {EXAMPLE}")
+    fitted = fitted if cost is None else load_fitted(cost)
     given = {"gpu": gpu, "tensor_parallel": tensor_parallel, "dtype": dtype, **_of_flags(loaded)}
-    if cost is not None:
-        given["cost"] = str(cost)
+    if fitted is not None:
+        given.setdefault("host_ms", 0.0 if not fitted.about.get("overlap") else 1.0)
     from engine.lab.executor import WHERE
 
-    config = loaded.config.model_copy(update={"executor": Selection(name=WHERE, options=given)})
+    update = {**_as_logged(loaded, fitted), "executor": Selection(name=WHERE, options=given)}
+    config = loaded.config.model_copy(update=update)
     arrivals = together([made(text, config.seed) for text in workload])
     fleet = Fleet(replicas=replicas, prefill=prefill_replicas, router=router, link_gbps=link_gbps, link_ms=link_ms)
     with _progress() as progress:
         results = Simulation(config, arrivals, fleet, cost=fitted, progress=progress).run()
     _write(results, limits, to_json, to_csv)
+
+
+def _as_logged(loaded: LoadedConfig, fitted: Fitted | None) -> dict[str, Any]:
+    """Limits of the engine whose steps the cost was fitted to, where nobody has set others."""
+    limits = {} if fitted is None else fitted.about.get("limits", {})
+    return {name: limits[name] for name in LOGGED if name in limits and name not in loaded.origins}
 
 
 def _of_flags(loaded: LoadedConfig) -> dict[str, Any]:

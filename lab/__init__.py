@@ -8,6 +8,7 @@ from engine.lab.cost import CostModel, Fitted, Roofline, load_fitted
 from engine.lab.executor import ModelledExecutor
 from engine.lab.fit import Measured, errors, fit
 from engine.lab.gpus import GPU, gpu
+from engine.lab.logs import fit_log, read_log, steps_of
 from engine.lab.measured import SLO, Timed
 from engine.lab.routers import Router
 from engine.lab.shapes import ModelShape, shape
@@ -38,12 +39,15 @@ __all__ = [
     "Workload",
     "errors",
     "fit",
+    "fit_log",
     "gpu",
     "load_fitted",
+    "read_log",
     "shape",
     "simulate",
     "source",
     "sources",
+    "steps_of",
     "together",
     "work_of_plan",
     "workload",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.core.assemble import assemble
@@ -91,7 +92,8 @@ class Replica:
 def replica(
     config: EngineConfig, name: str, number: int, *, cost: CostModel | None, links: Links | None, registry: Registry
 ) -> Replica:
-    """Build one. All that is chosen stays, but for the executor; policies are not timed: they are fast or slow on this
+    """Build one. All that is chosen stays, but for the executor; with ``record_dir`` each engine's decision log is in a
+    folder of its own there. Policies are not timed: they are fast or slow on this
     machine, not on the simulated one.
 
     Args:
@@ -105,7 +107,9 @@ def replica(
     if config.connectors:
         raise ConfigError("connectors move real bytes in real time: they cannot be simulated")
     handoff = () if links is None else (Selection(name=HANDOFF, options={"engine": name}),)
-    changed = {"executor": modelled(config), "connectors": handoff, "ask_seconds": float("inf"), "cache_events": "off"}
+    folder = None if config.record_dir is None else str(Path(config.record_dir) / name)
+    changed = {"executor": modelled(config), "connectors": handoff, "ask_seconds": float("inf"), "cache_events": "off",
+               "record_dir": folder}  # fmt: skip
     clock = SimulatedClock()
     core = assemble(config.model_copy(update=changed), registry, clock=clock, sleep=clock.sleep)
     executor = core.executor

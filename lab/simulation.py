@@ -211,8 +211,10 @@ class Simulation:
         )  # fmt: skip
 
     def _about(self) -> dict[str, Any]:
-        told = self.replicas[0].core.describe()
-        return {"fleet": asdict(self.fleet), **{name: told[name] for name in ("model", "plugins", "limits", "loop")}}
+        one = self.replicas[0]
+        told = one.core.describe()
+        model = {**told["model"], "cost": one.executor.cost.describe()}
+        return {"fleet": asdict(self.fleet), "model": model, **{n: told[n] for n in ("plugins", "limits", "loop")}}
 
     # ---- events
 

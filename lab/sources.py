@@ -37,9 +37,9 @@ class Source(BaseModel, ABC):
 
 def sources() -> dict[str, type[Source]]:
     """All there are, by name."""
-    from engine.lab import conversations, synthetic, traces
+    from engine.lab import conversations, logs, synthetic, traces
 
-    kinds: list[type[Source]] = [*synthetic.KINDS, *conversations.KINDS, *traces.KINDS]
+    kinds: list[type[Source]] = [*synthetic.KINDS, *conversations.KINDS, *traces.KINDS, logs.Log]
     return {kind.name: kind for kind in kinds}
 
 

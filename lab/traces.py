@@ -21,11 +21,15 @@ MOONCAKE_BLOCK = 512
 
 
 class Line(NamedTuple):
-    """A request of a trace: seconds on the trace's own clock, its prompt, and how many tokens it was answered with."""
+    """A request of a trace: seconds on the trace's own clock, its prompt, and how many tokens it was answered with; the
+    rest as in ``Arrival``."""
 
     at: float
     prompt: tuple[Piece, ...]
     output: int
+    tenant: str = ""
+    priority: int = 0
+    deadline: float | None = None
 
 
 class Trace(Source):
@@ -46,7 +50,15 @@ class Trace(Source):
         start = min(line.at for line in lines)
         return Workload(
             [
-                Arrival(f"r{number}", (line.at - start) / self.faster, line.prompt, line.output)
+                Arrival(
+                    f"r{number}",
+                    (line.at - start) / self.faster,
+                    line.prompt,
+                    line.output,
+                    tenant=line.tenant,
+                    priority=line.priority,
+                    deadline=line.deadline,
+                )
                 for number, line in enumerate(lines)
             ],
             self.spelled(),

@@ -129,7 +129,14 @@ def decisions(core):
 def test_decides_as_the_same_engine_in_real_time(scheduler, kvcache, overlap):
     """All come at once, so that no decision depends on how long a step takes. The pool is short: some are preempted."""
     made = workload("batch:requests=24,prompt=20-200,output=20-40,prefix=32,prefixes=3", 5)
-    shared = {"scheduler": scheduler, "kvcache": kvcache, "overlap": overlap, "num_pages": 90, "max_batch_tokens": 256, "audit": True}
+    shared = {
+        "scheduler": scheduler,
+        "kvcache": kvcache,
+        "overlap": overlap,
+        "num_pages": 90,
+        "max_batch_tokens": 256,
+        "audit": True,
+    }
     simulation = Simulation(config(**shared), made)
     simulated = decisions(simulation.replicas[0].core)
     results = simulation.run()
@@ -169,7 +176,14 @@ def test_twice_is_the_same(fleet, scheduler, kvcache):
 
 
 @pytest.mark.parametrize("fleet", FLEETS, ids=["one", "three", "split"])
-@pytest.mark.parametrize("text", [MIXED, "conversations:rate=5,sessions=8,pause=exp:0.2,output=20", "agents:rate=5,runs=2,output=20,tool=100,system=200"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        MIXED,
+        "conversations:rate=5,sessions=8,pause=exp:0.2,output=20",
+        "agents:rate=5,runs=2,output=20,tool=100,system=200",
+    ],
+)
 def test_every_request_ends_once_with_all_its_tokens(fleet, text):
     made = workload(text, 1)
     results = simulate(config(num_pages=3000), made, fleet)
