@@ -190,9 +190,7 @@ class Choice:
         self.chosen = []
 
 
-def _build(
-    config: EngineConfig, choice: Choice, core: Callable[..., EngineCore], feed: CacheFeed | None
-) -> EngineCore:
+def _build(config: EngineConfig, choice: Choice, core: Callable[..., EngineCore], feed: CacheFeed | None) -> EngineCore:
     executor = choice.executor
     model = choice.load()
     limits = size_limits(config, model, executor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -90,3 +91,33 @@ def test_what_is_wrong_is_one_line(here, flags, words):
     assert code == 2
     assert words in err
     assert len(err.splitlines()) == 1
+
+
+def documented():
+    """The commands of docs/lab.md that need no file, and the one of the README, made short."""
+    root = Path(__file__).resolve().parents[2]
+    blocks = re.findall(r"^```sh\n(.*?)^```", (root / "docs" / "lab.md").read_text(), re.DOTALL | re.MULTILINE)
+    commands = [" ".join(block.replace("\\\n", " ").split()) for block in blocks]
+    (short,) = re.findall(r"`(engine simulate [^`]+)`", (root / "README.md").read_text())
+    return [*commands, short.replace("rate=8", "rate=8,requests=20")]
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_the_commands_of_the_documents_run(here, number):
+    commands = documented()
+    assert len(commands) == 3
+    code, out, err = here(*commands[number].split()[1:])
+    assert code == 0, err
+    assert "requests/s" in out
+
+
+def test_the_tables_of_the_page_are_what_there_is():
+    from engine.lab import sources
+    from engine.lab.gpus import GPUS
+    from engine.lab.routers import ROUTERS
+
+    page = (Path(__file__).resolve().parents[2] / "docs" / "lab.md").read_text()
+    assert set(re.findall(r"^\| `([\w-]+)(?::FILE)?` \| [^|\n]*\|[^|\n]*\|", page, re.MULTILINE)) == set(sources())
+    assert set(re.findall(r"^\| `([\w-]+)` \| [^|]*\|$", page, re.MULTILINE)) == set(ROUTERS)
+    told = re.search(r"`--gpu` is one of (.*?)\. `--model`", page, re.DOTALL)[1]
+    assert set(re.findall(r"`([\w-]+)`", told)) == set(GPUS)
