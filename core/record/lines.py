@@ -6,6 +6,7 @@ seconds on the engine's clock, durations (``s``) seconds.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -169,12 +170,12 @@ class Run(Line, tag="run"):
     """
 
     step: int
-    t: list[float]
-    s: list[float]
-    ct: list[float]
-    cs: list[float]
-    available: list[int]
-    evicted: list[int] = []
+    t: Sequence[float]
+    s: Sequence[float]
+    ct: Sequence[float]
+    cs: Sequence[float]
+    available: Sequence[int]
+    evicted: Sequence[int] = ()
     lag: int = 0
     idle: bool = False
 
@@ -225,9 +226,10 @@ class End(Line, tag="end"):
 
 
 class Gap(Line, tag="gap"):
-    """Lines are missing here: the disk was too slow."""
+    """Something is missing here."""
 
     lines: int
+    why: str = "the disk was too slow"
 
 
 AnyLine = Log | Add | Ready | Abort | Plan | Commit | Run | Fail | Idle | Weights | Flush | End | Gap

@@ -153,6 +153,8 @@ class Teller:
                 self._plan(line)
 
     def _plan(self, plan: Plan) -> None:
+        if self.waits and self.waits[-1].last == plan.step - 1:
+            self.waits[-1].until = plan.t
         waits = {n: (why, words) for n, why, words in plan.waits}
         if self.n in plan.preempted:
             cause, words = waits.get(self.n, ("", "preempted"))
