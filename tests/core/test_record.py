@@ -92,7 +92,7 @@ def test_drafts_and_faults_are_decided_equally(scheduler, kvcache, overlap, page
 )
 def test_whatever_decides_by_time_tenant_or_prefix_decides_the_same(scheduler, options, policies, tmp_path):
     core = busy_run(
-        700, scheduler=scheduler, kvcache="radix", policies=policies, scheduler_options=options, clock=Ticking(1e-3),
+        400, scheduler=scheduler, kvcache="radix", policies=policies, scheduler_options=options, clock=Ticking(1e-3),
         page_size=1 if options is BUSY_RADIX else 16, num_pages=500 if options is BUSY_RADIX else 40,
     )  # fmt: skip
     assert not core.hooks.faults()
@@ -357,9 +357,12 @@ def test_files_follow_each_other_and_the_oldest_go(tmp_path):
     core.close()
     assert replay(read(tmp_path / "logs"), "files").equal
     [file] = sorted((tmp_path / "logs").iterdir())
-    core = make_core(record=RecordOptions(on=True, folder=str(tmp_path / "more"), files=3), num_pages=40, page_size=16)
+    core = make_core(
+        executor=SimExecutor(SimExecutor.Options(vocab_size=VOCABULARY)), num_pages=40, page_size=16,
+        record=RecordOptions(on=True, folder=str(tmp_path / "more"), files=3),
+    )  # fmt: skip
     files = core.record._files
-    files._most = 6_000
+    files._most = 50_000
     crowd = Crowd(core, random.Random(5))
     for _ in range(400):
         crowd.turn()
@@ -369,6 +372,7 @@ def test_files_follow_each_other_and_the_oldest_go(tmp_path):
     assert len(names) == 3
     assert names[0].endswith(".jsonl")
     log = read(tmp_path / "more")
+    assert len(log.adds) > 10
     assert log.inexact.startswith("it begins with part")
     assert log.plans[-1].step == core.counters.steps
     with pytest.raises(NotALog, match="belongs to log"):

@@ -43,7 +43,7 @@ def evening(path, **setting):
             prompt = [number % 3 * 50 + at for at in range(20 + number % 7 * 11)] + [number]
             core.add(
                 prompt, SamplingParams(max_tokens=4 + number % 9), arrival=arrival,
-                metadata={"tenant": "ab"[number % 2]}, deadline=None if number % 10 else 0.3,
+                metadata={"tenant": "ab"[number % 2]}, deadline=None if number % 10 else 0.0217,
             )  # fmt: skip
         core.step()
     return written(core, path)
