@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-OFF = "decisions are not recorded: start the engine with --record, or switch it on (engine record on)"
+OFF = "decisions are not recorded: start the engine with --record true, or switch it on (engine record on)"
 MB = 1 << 20
 MOST_JOBS = 4  # that may be unanswered at once
 

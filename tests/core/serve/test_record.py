@@ -16,8 +16,6 @@ from engine.core.record.story import find, tell
 from engine.core.replay.log import replay
 from engine.core.serve.client import Ask
 
-STEPS = 10_000
-
 
 def config_of(**fields: object) -> EngineConfig:
     usual = {
@@ -59,19 +57,19 @@ async def crowd(engine: AsyncEngine, steps: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "kvcache", "overlap", "policies"),
+    ("steps", "scheduler", "kvcache", "overlap", "policies"),
     [
-        ("unified", "paged", False, ("fair-share",)),
-        ({"name": "radix", "policy": "lpm", "enable_priority_scheduling": True}, "radix", True, ()),
+        (10_000, "unified", "paged", False, ("fair-share",)),
+        (3000, {"name": "radix", "policy": "lpm", "enable_priority_scheduling": True}, "radix", True, ()),
     ],
     ids=["unified-paged-sync", "radix-radix-overlap"],
 )
-def test_ten_thousand_steps_of_a_server_are_decided_equally(scheduler, kvcache, overlap, policies, tmp_path):
+def test_ten_thousand_steps_of_a_server_are_decided_equally(steps, scheduler, kvcache, overlap, policies, tmp_path):
     config = config_of(scheduler=scheduler, kvcache=kvcache, overlap=overlap, policies=policies)
 
     async def serve() -> None:
         async with await AsyncEngine.start(config) as engine:
-            await crowd(engine, STEPS)
+            await crowd(engine, steps)
             status = await engine.record.status()
             assert status["whole"], status
             said = await engine.record.write(tmp_path / "server.jsonl")
@@ -86,7 +84,7 @@ def test_ten_thousand_steps_of_a_server_are_decided_equally(scheduler, kvcache, 
     assert sum(len(plan.partial) for plan in log.plans) > 50
     report = replay(log, "server")
     assert report.equal, "\n".join(report.divergence.lines())
-    assert report.steps >= STEPS
+    assert report.steps >= steps
 
 
 @pytest.mark.parametrize("in_process", [True, False], ids=["thread", "process"])

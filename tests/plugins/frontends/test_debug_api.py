@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ from engine.core.record.reading import parse
 from engine.core.replay.log import replay
 
 KEY = "secret"
+PATIENCE = 60.0
 
 
 @pytest.fixture(scope="module")
 def told(launch: Any) -> Iterator[Any]:
     server = launch(
-        "--executor", "sim", "--executor.step-ms", "3", "--max-running", "1", "--record", "--api-key", KEY,
+        "--executor", "sim", "--executor.step-ms", "15", "--max-running", "1", "--record", "true", "--api-key", KEY,
         "--num-pages", "64",
     )  # fmt: skip
     server.http.headers["authorization"] = f"Bearer {KEY}"
@@ -46,13 +48,14 @@ def command(capsys: Any, *arguments: str) -> tuple[int, str, str]:
 
 
 def test_a_request_that_waits_is_explained_while_it_waits_and_afterwards(told, capsys):
-    body = {"prompt": list(range(40)), "max_tokens": 400, "ignore_eos": True, "stream": True}
+    body = {"prompt": list(range(40)), "max_tokens": 900, "ignore_eos": True, "stream": True}
     with told.http.stream("POST", "/v1/completions", json=body, headers={"x-request-id": "long"}) as answer:
         next(answer.iter_lines())
         waiting = threading.Thread(target=complete, args=(told, "late"))
         waiting.start()
         said: dict[str, Any] = {}
-        while said.get("why") != "run_slots":
+        until = time.monotonic() + PATIENCE
+        while said.get("why") != "run_slots" and time.monotonic() < until:
             found = told.http.get("/debug/requests").json()["requests"]
             said = next((one for one in found if one["state"] == "waiting"), {})
         [late] = told.http.get("/debug/requests/late").json()["requests"]
