@@ -51,7 +51,7 @@ class Begin(NamedTuple):
 
     note: Note
 
-    def line(self, veil: Veil) -> Line:
+    def line(self, veil: Veil) -> Add:
         """The line, with its digests. Any thread may ask for it; the note remembers where its digests end."""
         note = self.note
         pages, note.parent = veil.pages(note.packed, veil.root)

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from record_kit import ON, VOCABULARY, Crowd, busy_run, faulty_run, written
 
-from engine.core import SamplingParams, hookimpl
+from engine.core import Policy, SamplingParams, Wait, hookimpl
 from engine.core.errors import ConfigError, EngineError
 from engine.core.record.desk import RecordOptions
 from engine.core.record.lines import Add, Commit, End, Gap, Idle, Plan, Run, decode, encode
@@ -251,6 +251,24 @@ def test_a_group_is_part_of_a_page_and_of_what_orders_compare(page_size, group):
 @pytest.mark.parametrize(("text", "number"), [("2.5", True), ("-1e3", True), ("soon", False), ("", False)])
 def test_text_that_is_a_number_is_told(text, number):
     assert is_number(text) is number
+
+
+def test_what_json_has_no_place_for_spoils_no_log(tmp_path):
+    class Mutters(Policy):
+        name = "mutters"
+
+        @hookimpl
+        def admit(self, step, request):
+            return Wait("\ud800") if step.index < 3 else None
+
+    core = make_core(record=ON, policies=[Mutters()])
+    metadata = {"tenant": "\udfff", "\ud801": 1, "big": 2**70, "inf": float("inf"), "deep": {"a": object()}}
+    core.add([1, 2, 3], SamplingParams(max_tokens=2), metadata=metadata, adapter="\ud802")
+    while core.has_work:
+        core.step()
+    log = written(core, tmp_path / "log.jsonl")
+    assert log.adds[1].metadata["tenant"] == "\\udfff"
+    assert log.plans[0].waits == [(1, "policy", "\\ud800")]
 
 
 # ---- how it is written

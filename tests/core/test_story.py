@@ -87,6 +87,22 @@ def test_from_memory_and_from_a_log_it_is_the_same(overlap, tmp_path):
     core.close()
 
 
+def test_what_is_torn_is_torn_in_memory_and_in_a_log(tmp_path):
+    core = busy_run(1200, record_mb=1)
+    core.add(list(range(50)), SamplingParams(max_tokens=30), request_id="open")
+    core.step()
+    core.record.write(tmp_path / "log.jsonl")
+    log = read(tmp_path / "log.jsonl")
+    torn = 0
+    for add in log.adds.values():
+        story = json.loads(json.dumps(tell(find(log, add.id))))
+        torn += not story["began"]
+        assert json.loads(json.dumps(story_of(core, add.id))) == story
+    assert torn
+    assert tell(find(log, "open"))["finish"] is None
+    core.close()
+
+
 def test_it_says_what_it_waited_for_and_where_it_stood():
     core = core_of(max_running=1)
     for name in "abc":

@@ -23,7 +23,7 @@ PATIENCE = 60.0
 @pytest.fixture(scope="module")
 def told(launch: Any) -> Iterator[Any]:
     server = launch(
-        "--executor", "sim", "--executor.step-ms", "15", "--max-running", "1", "--record", "true", "--api-key", KEY,
+        "--executor", "sim", "--executor.step-ms", "8", "--max-running", "1", "--record", "true", "--api-key", KEY,
         "--num-pages", "64",
     )  # fmt: skip
     server.http.headers["authorization"] = f"Bearer {KEY}"
@@ -50,7 +50,8 @@ def command(capsys: Any, *arguments: str) -> tuple[int, str, str]:
 def test_a_request_that_waits_is_explained_while_it_waits_and_afterwards(told, capsys):
     body = {"prompt": list(range(40)), "max_tokens": 900, "ignore_eos": True, "stream": True}
     with told.http.stream("POST", "/v1/completions", json=body, headers={"x-request-id": "long"}) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # closing it would end the request
+        next(lines)
         waiting = threading.Thread(target=complete, args=(told, "late"))
         waiting.start()
         said: dict[str, Any] = {}
