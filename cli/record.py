@@ -18,7 +18,7 @@ def status(url: URL = HERE, api_key: Key = None, as_json: AsJson = False) -> Non
 
 
 def on(url: URL = HERE, api_key: Key = None, as_json: AsJson = False) -> None:
-    """Record from now on. A log that begins with the engine (engine serve --record) can be decided anew exactly."""
+    """Record from now on. One that begins with the engine (engine serve --record true) can be decided anew exactly."""
     _show(server_at(url, api_key).ask("/debug/record", {"on": True}), as_json)
 
 

@@ -108,7 +108,7 @@ class EngineCore:
         watch = RequestWatch(lambda: self.requests) if audit_every_step else None
         members = [scheduler, kv, *connectors, *policies]
         self.hooks = HookBus(members, pool=self.pool, watch=watch, ask_seconds=ask_seconds)
-        self.policies = tuple(policies)
+        self.policies, self.connectors = tuple(policies), tuple(connectors)
         self._plugins = [executor, kv, scheduler, *connectors, *policies, *([grammar] if grammar is not None else [])]
         self._naming = Naming(self._plugins)
         self._audit = audit_every_step
@@ -332,6 +332,8 @@ class EngineCore:
             raise
         except BaseException:  # Ctrl-C in a notebook: the engine is to be used again
             self._pipeline.abandon()
+            if self.record.recorder is not None:
+                self.record.recorder.interrupted()
             self.broken = recovery.interrupted(self)
             raise
 
@@ -395,7 +397,7 @@ class EngineCore:
         self.counters.steps += 1
         recorder = self.record.recorder
         if recorder is not None:
-            recorder.planning()
+            recorder.deciding = True
         step = Step(self, self.counters.steps, override=self._progress.override)
         began = self.clock.hold()
         try:
@@ -436,7 +438,7 @@ class EngineCore:
     def _commit(self, outcome: Outcome, began: float) -> None:
         plan, recorder = outcome.plan, self.record.recorder
         if recorder is not None:
-            recorder.committing()
+            recorder.deciding = True
         step, alone = self.flight.land(plan)
         if outcome.errors:
             recovery.isolate(self, outcome, step)

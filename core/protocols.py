@@ -574,6 +574,15 @@ class Attention(Plugin, ABC):
         """
         raise NotImplementedError(f"attention {self.name} cannot be captured in graphs")
 
+    def compiled_batch(self) -> Any | None:
+        """What ``plan_batch`` has laid out, as ``engine.core.native.PagedBatch``: where ``write`` and ``attend`` do
+        nothing but call the compiled kernels ``write`` and ``attend`` with it.
+
+        An executor may then run all layers in one call of those kernels instead. It stays as it is until the next
+        ``plan_batch``. Default: ``None``, and ``write`` and ``attend`` are called for each layer.
+        """
+        return None
+
     @abstractmethod
     def write(self, keys: Any, values: Any, k_pages: Any, v_pages: Any) -> None:
         """Store the batch's new K and V, each ``[tokens, kv_heads, head_dim]``, into the pages of a layer."""

@@ -5,9 +5,19 @@ computed alike, bit for bit, whatever else is in the batch, and whatever the num
 """
 
 from engine.core.native.build import NoKernels, built, cache_folder, find_compiler, instruction_set
-from engine.core.native.kernels import Kernels, LayerSpec, LinearSpec, PagedBatch, PagedShape, kernels, why_not
+from engine.core.native.kernels import (
+    Kernels,
+    LayerSpec,
+    LayersSpec,
+    LinearSpec,
+    PagedBatch,
+    PagedShape,
+    Rooms,
+    kernels,
+    why_not,
+)
 
 __all__ = [
-    "Kernels", "LayerSpec", "LinearSpec", "NoKernels", "PagedBatch", "PagedShape", "built", "cache_folder",
-    "find_compiler", "instruction_set", "kernels", "why_not",
+    "Kernels", "LayerSpec", "LayersSpec", "LinearSpec", "NoKernels", "PagedBatch", "PagedShape", "Rooms", "built",
+    "cache_folder", "find_compiler", "instruction_set", "kernels", "why_not",
 ]  # fmt: skip

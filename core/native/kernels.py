@@ -52,6 +52,19 @@ class PagedBatch(ctypes.Structure):
     )  # fmt: skip
 
 
+class LayersSpec(ctypes.Structure):
+    """All layers of a decoder: addresses of ``LayerSpec [count]``, of float scales of scores ``[count]``, and of the
+    addresses of K and then V of each, ``[2 count]``."""
+
+    _fields_ = (("layers", c_void_p), ("scales", c_void_p), ("pages", c_void_p), ("count", c_int64))
+
+
+class Rooms(ctypes.Structure):
+    """Addresses of memory for what is between the parts of a layer."""
+
+    _fields_ = tuple((name, c_void_p) for name in ("q", "k", "v", "attended", "scratch", "hidden"))
+
+
 class PagedShape(ctypes.Structure):
     """Heads and their sizes."""
 
@@ -64,6 +77,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "linear": (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int),
     "before": (c_void_p, c_void_p, c_int64, *[c_void_p] * 6, c_int),
     "after": (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int),
+    "layers": (*[c_void_p] * 3, c_int64, c_void_p, c_int64, *[c_void_p] * 3, c_int),
     "norm": (c_void_p, c_void_p, c_float, c_int64, c_int64, c_void_p),
     "largest": (c_void_p, c_int64, c_int64, c_void_p, c_int),
     "write": (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int),
@@ -85,6 +99,7 @@ class Kernels:
     linear: Any
     before: Any
     after: Any
+    layers: Any
     norm: Any
     largest: Any
     write: Any

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -11,6 +12,7 @@ import numpy as np
 from engine.core.record.lines import Commit, End, Fail, Plan
 from engine.core.record.reading import DecisionLog
 
+OUTLIERS = 0.01  # of the steps, the slowest, are left out
 FEW = 8  # steps: with fewer, nothing is fitted
 
 
@@ -19,7 +21,8 @@ class Timed(NamedTuple):
 
     Attributes:
         rows, tokens: of its batch. context: tokens that its rows attend to, themselves included.
-        seconds: for which it was computed. overhead: that planning it and applying its outcome took.
+        seconds: for which it was computed. overhead: that planning it, applying its outcome, and what the engine did
+            between the outcome before and it, took.
     """
 
     step: int
@@ -32,22 +35,27 @@ class Timed(NamedTuple):
 
 def timed(log: DecisionLog) -> Iterator[Timed]:
     """The steps of a log that were computed, with their times."""
-    pending: list[tuple[Plan, int]] = []
+    pending: list[tuple[Plan, int, float]] = []
     places: dict[int, int] = {}
-    before = -1.0
+    before, ended = -math.inf, math.inf  # when the last outcome was there, and when it was applied, if work was left
     for line in log.lines:
         match line:
             case Plan():
-                pending.append((line, _context(line, places)))
+                pending.append((line, _context(line, places), max(0.0, line.t - ended)))
+                ended = math.inf
             case Fail():
                 pending.clear()
             case Commit() if pending:
-                plan, context = pending.pop(0)
+                plan, context, gap = pending.pop(0)
                 if plan.rows:
-                    counts = plan.counts if isinstance(plan.counts, list) else [plan.counts] * len(plan.rows)
-                    seconds = line.t - max(plan.t + plan.s, before)
-                    yield Timed(plan.step, len(plan.rows), sum(counts), context, max(0.0, seconds), plan.s + line.s)
-                before = line.t
+                    seconds = max(0.0, line.t - max(plan.t + plan.s, before))
+                    overhead = gap + plan.s + line.s
+                    yield Timed(plan.step, len(plan.rows), sum(_counts(plan)), context, seconds, overhead)
+                before, ended = line.t, line.t + line.s if plan.rows else math.inf
+
+
+def _counts(plan: Plan) -> list[int]:
+    return plan.counts if isinstance(plan.counts, list) else [plan.counts] * len(plan.rows or ())
 
 
 def _context(plan: Plan, places: dict[int, int]) -> int:
@@ -55,9 +63,8 @@ def _context(plan: Plan, places: dict[int, int]) -> int:
     for n in plan.preempted:
         places.pop(n, None)
     places.update(plan.admitted)
-    counts = plan.counts if isinstance(plan.counts, list) else [plan.counts] * len(plan.rows or ())
     total = 0
-    for n, count in zip(plan.rows or (), counts, strict=True):
+    for n, count in zip(plan.rows or (), _counts(plan), strict=True):
         places[n] = end = places.get(n, 0) + count
         total += end
     return total
@@ -67,8 +74,8 @@ def _context(plan: Plan, places: dict[int, int]) -> int:
 class StepTimes:
     """Seconds that a step is computed: a constant, and so much a row, a token, and a token of context.
 
-    ``overhead`` is what planning and committing take beside it. ``error``: the mean relative error over the steps that
-    it was fitted to.
+    ``overhead`` is what a step takes beside that. ``error``: the mean relative error over the steps that it was fitted
+    to: all but the slowest, in which the machine did something else.
     """
 
     constant: float = 0.0
@@ -84,6 +91,7 @@ class StepTimes:
         """The best fit without negative parts. Raises ``ValueError`` where there are too few steps."""
         if len(steps) < FEW:
             raise ValueError(f"{len(steps)} steps were computed, and {FEW} at least are needed to fit their times")
+        steps = sorted(steps, key=lambda step: step.seconds)[: math.ceil(len(steps) * (1 - OUTLIERS))]
         seconds = np.array([step.seconds for step in steps])
         parts = np.array([(1.0, step.rows, step.tokens, step.context) for step in steps])
         chosen = list(range(parts.shape[1]))
@@ -183,8 +191,7 @@ def totals_of(log: DecisionLog) -> dict[str, int]:
             preempted += len(line.preempted)
             cached += sum(max(0, hit) for _, hit in line.admitted)
             evicted += line.evicted
-            counts = line.counts if isinstance(line.counts, list) else [line.counts] * len(line.rows or ())
-            computed += sum(counts)
+            computed += sum(_counts(line))
             _context(line, places)
     return {
         "recomputed_tokens": recomputed,

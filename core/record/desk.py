@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-OFF = "decisions are not recorded: start the engine with --record, or switch it on (engine record on)"
+OFF = "decisions are not recorded: start the engine with --record true, or switch it on (engine record on)"
 MB = 1 << 20
 MOST_JOBS = 4  # that may be unanswered at once
 
@@ -266,7 +266,7 @@ def header_of(core: EngineCore, group: int) -> Log:
     """The first line of a log that begins now."""
     whole = not core.counters.steps and not core.requests
     inexact = ""
-    if core.exchange.connectors:
+    if core.connectors:
         inexact = "connectors moved KV, and what they brought is not recorded"
     limits, model = asdict(core.limits), core.model
     return Log(
@@ -280,7 +280,7 @@ def header_of(core: EngineCore, group: int) -> Log:
             "kvcache": _chosen(core.kv),
             "executor": _chosen(core.executor),
             "policies": [_chosen(policy) for policy in core.policies],
-            "connectors": [_chosen(connector) for connector in core.exchange.connectors],
+            "connectors": [_chosen(connector) for connector in core.connectors],
         },
     )  # fmt: skip
 

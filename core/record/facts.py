@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from engine.core.plan import Outcome, Plan
+from engine.core.plan import Outcome, Plan, Why
 from engine.core.record import lines
 
 if TYPE_CHECKING:
     from engine.core.loop import EngineCore
 
 HEAD = 8  # requests at the front of the queue that are named
+WORD = {why: why.value for why in Why}  # asking a member for its value costs more than a look into a table
 
 
 def queue_of(core: EngineCore) -> list[int]:
@@ -28,31 +29,27 @@ def plan_line(plan: Plan, numbers: Mapping[str, int], queue: list[int], parked: 
         numbers: of requests by their ids.
         queue: what ``queue_of`` says after it. parked, available: requests and pages after it.
     """
-    counts, samples = plan.counts, plan.samples
+    counts, samples, waits, drafts = plan.counts, plan.samples, plan.waits, plan.drafts
     first = counts[0] if counts else 1
     return lines.Plan(
-        step=plan.index,
-        t=0.0,
-        rows=[request.arrival_index for request in plan.requests],
-        counts=first if counts.count(first) == len(counts) else list(counts),
-        partial=[] if all(samples) else [row for row, yields in enumerate(samples) if not yields],
-        admitted=_admitted(plan) if plan.admitted else [],
-        preempted=[request.arrival_index for request in plan.preempted],
-        evicted=plan.evicted_pages,
-        waits=[(numbers[name], why.value, words) for name, (why, words) in plan.waits.items()],
-        rest=plan.otherwise.value,
-        cuts=[(numbers[name], why.value) for name, why in plan.cuts.items()] if plan.cuts else [],
-        drafts=[(request.arrival_index, len(drafts)) for request, drafts in plan.drafts.items()] if plan.drafts else [],
-        queue=queue,
-        parked=parked,
-        available=available,
-        mode=plan.mode,
-    )
+        plan.index, 0.0, 0.0, [request.arrival_index for request in plan.requests],
+        first if counts.count(first) == len(counts) else list(counts),
+        [] if all(samples) else [row for row, yields in enumerate(samples) if not yields],
+        _admitted(plan) if plan.admitted else [],
+        [request.arrival_index for request in plan.preempted] if plan.preempted else [],
+        plan.evicted_pages,
+        [(numbers[name], WORD[why], words) for name, (why, words) in waits.items()] if waits else [],
+        WORD[plan.otherwise],
+        [(numbers[name], WORD[why]) for name, why in plan.cuts.items()] if plan.cuts else [],
+        [(request.arrival_index, len(tokens)) for request, tokens in drafts.items()] if drafts else [],
+        queue, parked, available, plan.mode,
+    )  # fmt: skip
 
 
 def _admitted(plan: Plan) -> list[tuple[int, int]]:
-    starts = dict(zip(plan.requests, plan.starts, strict=True))
-    return [(request.arrival_index, starts.get(request, -1)) for request in plan.admitted]
+    """-1 where it lost its row again in the same step."""
+    rows, starts = plan.requests, plan.starts
+    return [(r.arrival_index, starts[rows.index(r)] if r in rows else -1) for r in plan.admitted]
 
 
 def commit_line(outcome: Outcome, yielded: int | None) -> lines.Commit:

@@ -6,6 +6,7 @@ seconds on the engine's clock, durations (``s``) seconds.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -56,7 +57,8 @@ class Add(Line, tag="add", kw_only=True):
         deadline: seconds from its arrival.
         metadata: numbers as they are, text as a keyed digest unless it is a label that policies need.
         parked: what it waits for before it joins the queue.
-        before: it came before the log begins: (state, tokens of output, tokens computed) as of then.
+        before: it came before the log begins: (state, tokens of output, tokens computed) as of then; an empty state:
+            that is no longer remembered.
     """
 
     n: int
@@ -169,12 +171,12 @@ class Run(Line, tag="run"):
     """
 
     step: int
-    t: list[float]
-    s: list[float]
-    ct: list[float]
-    cs: list[float]
-    available: list[int]
-    evicted: list[int] = []
+    t: Sequence[float]
+    s: Sequence[float]
+    ct: Sequence[float]
+    cs: Sequence[float]
+    available: Sequence[int]
+    evicted: Sequence[int] = ()
     lag: int = 0
     idle: bool = False
 
@@ -225,22 +227,39 @@ class End(Line, tag="end"):
 
 
 class Gap(Line, tag="gap"):
-    """Lines are missing here: the disk was too slow."""
+    """Something is missing here."""
 
     lines: int
+    why: str = "the disk was too slow"
 
 
 AnyLine = Log | Add | Ready | Abort | Plan | Commit | Run | Fail | Idle | Weights | Flush | End | Gap
 
-_encoder = msgspec.json.Encoder()
+_encoder = msgspec.json.Encoder(enc_hook=str)
 _decoder = msgspec.json.Decoder(AnyLine)
 
 
 def encode(line: Line) -> bytes:
-    """One line, without its end."""
-    return _encoder.encode(line)
+    """One line, without its end. Text and numbers that JSON has no place for are written out as text."""
+    try:
+        return _encoder.encode(line)
+    except (UnicodeEncodeError, OverflowError):
+        return _encoder.encode(_speakable(msgspec.to_builtins(line, enc_hook=str)))
 
 
 def decode(data: bytes | str) -> AnyLine:
     """The line. Raises ``msgspec.DecodeError``."""
     return _decoder.decode(data)
+
+
+def _speakable(value: Any) -> Any:
+    """Plain values without lone surrogates and without numbers of more than 64 bits."""
+    if isinstance(value, dict):
+        return {_speakable(key): _speakable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_speakable(item) for item in value]
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        return str(value)
+    return value

@@ -20,7 +20,7 @@ LABELS = frozenset({"tenant", "category", "routing_key"})
 """Metadata whose text stands in a log as it is: policies name these, or sort by them."""
 LONGEST_LABEL = 128
 PARAMS = ("max_tokens", "min_tokens", "ignore_eos", "temperature", "choice")
-USUAL = SamplingParams()
+USUAL = tuple((name, getattr(SamplingParams(), name)) for name in PARAMS)
 NOTE_BYTES = 700  # what a note takes beside the tokens, about
 
 
@@ -51,7 +51,7 @@ class Begin(NamedTuple):
 
     note: Note
 
-    def line(self, veil: Veil) -> Line:
+    def line(self, veil: Veil) -> Add:
         """The line, with its digests. Any thread may ask for it; the note remembers where its digests end."""
         note = self.note
         pages, note.parent = veil.pages(note.packed, veil.root)
@@ -112,7 +112,7 @@ class Scribe:
             note.add.n, now, finish, request.num_output, "", request.started, request.cached_tokens,
             request.preemptions, request.computed,
         )  # fmt: skip
-        return Finis(note, line, pack([max(token, 0) for token in request.tokens[first:]]))
+        return Finis(note, line, pack(request.tokens[first:]))
 
     def _metadata(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
         return {key: self._shown(key, value) for key, value in metadata.items()} if metadata else {}
@@ -136,7 +136,7 @@ def is_number(text: str) -> bool:
 
 def _params(request: Request) -> dict[str, Any]:
     params = request.params
-    found = {name: value for name in PARAMS if (value := getattr(params, name)) != getattr(USUAL, name)}
+    found = {name: value for name, usual in USUAL if (value := getattr(params, name)) != usual}
     if params.grammar is not None:
         found[GRAMMAR] = True
     return found

@@ -104,8 +104,9 @@ def read(paths: Sequence[Path] | Path) -> DecisionLog:
         found, broken = _lines(path)
         lines += found
         cut = cut or broken
-    if any(isinstance(line, Gap) for line in lines):
-        cut = cut or "lines are missing: the disk was too slow"
+    gap = next((line for line in lines if isinstance(line, Gap)), None)
+    if gap is not None:
+        cut = cut or f"something is missing in it: {gap.why}"
     return DecisionLog(first, list(spelled_out(lines)), cut)
 
 

@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 LONGEST_RUN = 256  # steps
 ROUND = 7  # digits of durations
 
+NOBODY: list[int] = []
+
+Half = tuple[int, float, float, int, int]
+"""A plan that decided as the one before and is not committed yet: number, when, how long, pages available, evicted."""
+Step = tuple[int, float, float, int, int, float, float]
+"""The same, and when and for how long it was committed."""
 Entry = bytes | Begin | Finis
 """A line: encoded, or to be encoded with digests."""
 
@@ -31,15 +37,6 @@ class Sink(Protocol):
 
     def put(self, entry: Entry) -> None:
         """The next line. Mutates."""
-
-
-class Half:
-    """A plan that decided as the one before, and is not committed yet."""
-
-    __slots__ = ("available", "evicted", "s", "step", "t")
-
-    def __init__(self, step: int, t: float, s: float, available: int, evicted: int) -> None:
-        self.step, self.t, self.s, self.available, self.evicted = step, t, s, available, evicted
 
 
 class Recorder:
@@ -52,6 +49,7 @@ class Recorder:
 
     Attributes:
         live: notes of the requests that have not ended.
+        deciding: a step is being planned or committed: what happens follows from what was recorded. The core sets it.
     """
 
     def __init__(self, core: EngineCore, scribe: Scribe, sinks: Sequence[Sink]) -> None:
@@ -59,7 +57,7 @@ class Recorder:
         self.sinks = list(sinks)
         self.live: dict[Request, Note] = {}
         self._numbers: dict[str, int] = {}
-        self._deciding = False  # what happens now follows from what was recorded
+        self.deciding = False
         self._ended: list[Request] = []  # while something was decided
         self._last: Plan | None = None
         self._queue: list[int] = []
@@ -67,7 +65,8 @@ class Recorder:
         self._yield = 0
         self._output = core.counters.output_tokens
         self._half: Half | None = None
-        self._run: lines.Run | None = None
+        self._run: list[Step] = []
+        self._lag, self._idle = 0, False
         self._rested = False
         now = core.now()
         for request in sorted(core.requests.values(), key=lambda request: request.arrival_index):
@@ -81,12 +80,12 @@ class Recorder:
 
     def readied(self, request_id: str, what: str) -> None:
         """What a parked request waits for is there. Mutates."""
-        if not self._deciding and (number := self._numbers.get(request_id)) is not None:
+        if not self.deciding and (number := self._numbers.get(request_id)) is not None:
             self._put(lines.Ready(number, what, self._core.now()))
 
     def aborted(self, request: Request, finish: Finish, detail: str | None) -> None:
         """A request is about to be ended from outside. Mutates."""
-        if not self._deciding and request in self.live:
+        if not self.deciding and request in self.live:
             words = detail or "" if finish is Finish.TIMEOUT else ""
             self._put(lines.Abort(request.arrival_index, self._core.now(), finish.value, words))
 
@@ -106,30 +105,30 @@ class Recorder:
         """The prefix cache is about to forget everything. Mutates."""
         self._put(lines.Flush(self._core.now()))
 
+    def interrupted(self) -> None:
+        """Something struck in the middle of a step: what follows does not follow from what was recorded. Mutates."""
+        self.deciding = False
+        self._put(lines.Gap(0, "the engine was interrupted in the middle of a step"))
+
     def idled(self) -> None:
         """Nothing is left to plan. Mutates."""
-        run = self._run
-        if run is not None and self._half is None and not self._rested and (run.idle or len(run.t) == 1):
-            run.idle = self._rested = True
-            return
-        self._put(lines.Idle())
+        if self._run and self._half is None and not self._rested and (self._idle or len(self._run) == 1):
+            self._idle = self._rested = True
+        else:
+            self._put(lines.Idle())
 
     # ---- what it decides
 
-    def planning(self) -> None:
-        """A step is about to be planned. Mutates."""
-        self._deciding = True
-
     def planned(self, plan: Plan, began: float) -> None:
-        """It was planned. Mutates."""
-        core = self._core
-        seconds, parked = core.clock.read() - began, len(core.parked)
-        queue, available = queue_of(core), core.kv.available()
-        last = self._last
-        if self._half is not None or (self._run is not None and self._run.idle and not self._rested):
+        """A step was planned. Mutates."""
+        core, last = self._core, self._last
+        seconds, roster = core.clock.read() - began, core.roster
+        queue = queue_of(core) if roster.waiting else NOBODY
+        parked, available = len(roster.parked), core.kv.available()
+        if self._half is not None or (self._idle and not self._rested):
             self.settle()
         if last is not None and queue == self._queue and parked == self._parked and _same(plan, last):
-            self._half = Half(plan.index, began, seconds, available, plan.evicted_pages)
+            self._half = (plan.index, began, seconds, available, plan.evicted_pages)
         else:
             self.settle()
             self._queue, self._parked, self._yield = queue, parked, sum(plan.samples)
@@ -137,45 +136,54 @@ class Recorder:
             line.t, line.s = began, round(seconds, ROUND)
             self._emit(line)
         self._last = plan
-        self._decided()
-
-    def committing(self) -> None:
-        """An outcome is about to be applied. Mutates."""
-        self._deciding = True
+        self.deciding = False
+        if self._ended:
+            self._end_all()
 
     def committed(self, outcome: Outcome, began: float) -> None:
-        """It was applied. Mutates."""
+        """An outcome was applied. Mutates."""
         core, half = self._core, self._half
-        seconds, output = core.clock.read() - began, core.counters.output_tokens
+        seconds, output, plan = core.clock.read() - began, core.counters.output_tokens, outcome.plan
         yielded = None
-        if not (outcome.dropped or outcome.errors or outcome.plan.drafts):
+        if not (outcome.dropped or outcome.errors or plan.drafts):
             yielded = output - self._output
         if half is not None and yielded == self._yield and not (outcome.finished or outcome.proposals):
-            self._go_on(half, outcome.plan.index, began, seconds)
+            run, lag = self._run, half[0] - plan.index
+            if not run or self._lag != lag or len(run) >= LONGEST_RUN:
+                self._half = None
+                self.settle()
+                run, self._lag = self._run, lag
+            self._half, self._rested = None, False
+            run.append((*half, began, seconds))
         else:
             line = commit_line(outcome, yielded)
             line.t, line.s = began, round(seconds, ROUND)
             self._put(line)
         self._output = output
-        self._decided()
+        self.deciding = False
+        if self._ended:
+            self._end_all()
 
     def ended(self, request: Request) -> None:
         """A request has ended, and holds nothing any more. Mutates."""
-        if self._deciding:
+        if self.deciding:
             self._ended.append(request)
         else:
             self._end(request)
 
     def settle(self) -> None:
         """Hand on what was held back in the hope that it goes on. Mutates."""
-        run, self._run, half, self._half = self._run, None, self._half, None
-        for each in [] if run is None else [run] if self._rested or not run.idle else _split(run):
-            if not any(each.evicted):
-                each.evicted = []
-            self._emit(each)
+        run, half = self._run, self._half
+        if run:
+            self._run, whole = [], self._rested or not self._idle
+            # Where the last step was not followed by ``idle``, as the others were, it is a run for itself.
+            for part in [run] if whole else [run[:-1], run[-1:]]:
+                self._emit(_as_line(part, self._lag, self._idle and (whole or part[-1] is not run[-1])))
+            self._idle = False
         if half is not None:
-            s = round(half.s, ROUND)
-            self._emit(lines.Plan(half.step, half.t, s, evicted=half.evicted, available=half.available))
+            self._half = None
+            step, t, s, available, evicted = half
+            self._emit(lines.Plan(step, t, round(s, ROUND), evicted=evicted, available=available))
 
     def open_ends(self) -> list[Finis]:
         """What there is by now of the requests that have not ended. Does not mutate."""
@@ -198,12 +206,10 @@ class Recorder:
         del self._numbers[request.id]
         self._hand_on(self._scribe.end(note, request, self._core.now()))
 
-    def _decided(self) -> None:
-        self._deciding = False
-        if self._ended:
-            ended, self._ended = self._ended, []
-            for request in ended:
-                self._end(request)
+    def _end_all(self) -> None:
+        ended, self._ended = self._ended, []
+        for request in ended:
+            self._end(request)
 
     def _put(self, line: Line) -> None:
         self.settle()
@@ -216,40 +222,13 @@ class Recorder:
         for sink in self.sinks:
             sink.put(entry)
 
-    def _go_on(self, half: Half, committed: int, began: float, seconds: float) -> None:
-        """A step of the run was committed. Mutates."""
-        run, lag = self._run, half.step - committed
-        if run is None or run.lag != lag or len(run.t) >= LONGEST_RUN:
-            self._half = None
-            self.settle()
-            run = self._run = lines.Run(half.step, [], [], [], [], [], [], lag)
-        self._half, self._rested = None, False
-        run.t.append(half.t)
-        run.s.append(round(half.s, ROUND))
-        run.available.append(half.available)
-        run.evicted.append(half.evicted)
-        run.ct.append(began)
-        run.cs.append(round(seconds, ROUND))
 
-
-def _split(run: lines.Run) -> list[lines.Run]:
-    """A run whose last step was not followed by ``idle``, as the others were: that one for itself."""
-    last = len(run.t) - 1
-    return [_part(run, slice(None, last), run.step, idle=True), _part(run, slice(last, None), run.step + last)]
-
-
-def _part(run: lines.Run, part: slice, step: int, *, idle: bool = False) -> lines.Run:
+def _as_line(run: list[Step], lag: int, idle: bool) -> lines.Run:
+    steps, t, s, available, evicted, ct, cs = zip(*run, strict=True)
     return lines.Run(
-        step,
-        run.t[part],
-        run.s[part],
-        run.ct[part],
-        run.cs[part],
-        run.available[part],
-        run.evicted[part],
-        run.lag,
-        idle,
-    )
+        steps[0], t, [round(value, ROUND) for value in s], ct, [round(value, ROUND) for value in cs], available,
+        evicted if any(evicted) else (), lag, idle,
+    )  # fmt: skip
 
 
 def _same(plan: Plan, last: Plan) -> bool:

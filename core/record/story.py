@@ -69,7 +69,7 @@ def find(log: DecisionLog, request: str) -> Part:
         list(players.values()),
         emptied(log.lines),
         log.header.config,
-        not log.header.whole and log.adds[number].t <= log.header.time,
+        log.adds[number].before is not None,
     )
 
 
@@ -153,6 +153,8 @@ class Teller:
                 self._plan(line)
 
     def _plan(self, plan: Plan) -> None:
+        if self.waits and self.waits[-1].last == plan.step - 1:
+            self.waits[-1].until = plan.t
         waits = {n: (why, words) for n, why, words in plan.waits}
         if self.n in plan.preempted:
             cause, words = waits.get(self.n, ("", "preempted"))
@@ -209,7 +211,7 @@ def tell(part: Part) -> dict[str, Any]:
     add, end = part.player.add, part.player.end
     began = add.t if add.arrival is None else add.arrival
     teller = Teller(add.n, part.config["limits"]["max_batch_tokens"], set(add.parked))
-    if add.before is not None:
+    if add.before is not None and add.before[0]:
         teller.state, teller.place = add.before[0], add.before[2]
     for line in part.lines:
         teller.hear(line)

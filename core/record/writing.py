@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 MOST_BEHIND = 100_000  # lines that may wait for the disk
 CLOSE_SECONDS = 10.0
+BEFORE = ("", 0, 0)  # of requests whose coming is no longer remembered, and neither how far they had got
 
 
 def line_of(entry: Entry, veil: Veil) -> bytes:
@@ -38,7 +39,10 @@ def write_kept(path: Path, header: Log, kept: Kept, ends: Iterable[Finis], veil:
     """
     with path.open("wb") as file:
         file.write(line_of(encode(replace(header, whole=header.whole and not kept.dropped)), veil))
-        for entry in (*map(Begin, kept.early), *kept.entries, *ends):
+        for note in kept.early:
+            add = Begin(note).line(veil)
+            file.write(line_of(encode(replace(add, before=add.before or BEFORE)), veil))
+        for entry in (*kept.entries, *ends):
             file.write(line_of(entry, veil))
         return file.tell()
 
@@ -90,6 +94,9 @@ class Files:
 
     def end(self) -> None:
         """There are no more lines; what is left is still written. Mutates. Idempotent."""
+        if self._left_out:
+            self._queue.put(encode(Gap(self._left_out)))
+            self._left_out = 0
         self._queue.put(None)
 
     def close(self) -> None:

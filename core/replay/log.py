@@ -15,6 +15,7 @@ from engine.core.plan import Plan as Planned
 from engine.core.protocols import Limits, ModelInfo, Policy
 from engine.core.record.facts import plan_line, queue_of
 from engine.core.record.lines import Abort, Add, AnyLine, Commit, End, Fail, Flush, Idle, Plan, Ready, Weights
+from engine.core.record.notes import PARAMS
 from engine.core.record.pages import Unveiling, digests_of
 from engine.core.record.reading import DecisionLog
 from engine.core.registry import make
@@ -139,7 +140,7 @@ class Cast:
         return self.tokens[add.n][: add.prompt], SamplingParams(**params, stop_token_ids=(STOP,)), more
 
 
-_PARAMS = ("max_tokens", "min_tokens", "ignore_eos", "temperature", "choice")
+_PARAMS = frozenset(PARAMS)
 
 
 class Parted(Exception):
@@ -223,6 +224,7 @@ class Stage:
         values["rows"] = pairs if self._fields is None else sorted(pairs)
         for name in ("t", "s", "counts"):
             del values[name]
+        values["waits"], values["cuts"] = sorted(values["waits"]), sorted(values["cuts"])
         return values if self._fields is None else {name: values[name] for name in self._fields}
 
     def _commit(self, line: Commit) -> None:

@@ -74,6 +74,9 @@ class World:
         self._time = Time(log.header.time)
         self._ids = {add.n: add.id for add in log.adds.values()}
         self._numbers = {add.id: add.n for add in log.adds.values()}
+        # Where not all is told, what somebody waited for may have come before: it is there if it is not said to come.
+        said = {(line.n, line.what) for line in log.lines if isinstance(line, Ready)}
+        self._readied = said if log.inexact else None
         self._coming = list(_events(log))
         heapq.heapify(self._coming)
         self._flying: list[tuple[Planned, float]] = []  # plans, and when each is computed
@@ -174,7 +177,8 @@ class World:
 
     def _add(self, add: Add) -> None:
         tokens, params, more = self._cast.arguments(add)
-        more["parked_on"] = [what for what in add.parked if what != "kv"]  # what connectors brought is not known
+        if self._readied is not None:
+            more["parked_on"] = [what for what in add.parked if (add.n, what) in self._readied]
         self._arrivals[add.n] = more["arrival"]
         try:
             self.core.add(tokens, params, **more)
@@ -187,7 +191,9 @@ class World:
 def _events(log: DecisionLog) -> Iterator[tuple[float, int, AnyLine]]:
     numbers: count[int] = count()
     for line in log.lines:
-        if isinstance(line, Add | Abort | Ready | Flush):
+        if isinstance(line, Add):
+            yield line.t if line.arrival is None else min(line.t, line.arrival), next(numbers), line
+        elif isinstance(line, Abort | Ready | Flush):
             yield line.t, next(numbers), line
 
 

@@ -36,6 +36,11 @@ class InPlaceAttention:
         self._batch = PagedBatch(*(array.ctypes.data for array in arrays), len(rows.starts), rows.size)
         self._at = ctypes.byref(self._batch)
 
+    @property
+    def batch(self) -> PagedBatch:
+        """What ``plan_batch`` has laid out."""
+        return self._batch
+
     def write(self, keys: Tensor, values: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
         """Store ``keys`` and ``values [tokens, kv_heads, head_dim]``. Mutates the pages."""
         keys, values, pages = _rows(keys), _rows(values), self._pages(k_pages, v_pages)

@@ -81,6 +81,10 @@ class AutoAttention(Attention):
         """As the chosen backend does. Raises ``NotImplementedError`` where it cannot."""
         self._backend.plan_graph(batch)
 
+    def compiled_batch(self) -> Any | None:
+        """As the chosen backend's."""
+        return self._backend.compiled_batch()
+
     def write(self, keys: Tensor, values: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
         """As the chosen backend does. Mutates the pages."""
         self._backend.write(keys, values, k_pages, v_pages)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.core.batch import Batch
 from engine.core.errors import ConfigError
-from engine.core.native import NoKernels, find_compiler, instruction_set, kernels
+from engine.core.native import NoKernels, PagedBatch, find_compiler, instruction_set, kernels
 from engine.core.protocols import Attention
 
 if TYPE_CHECKING:
@@ -45,6 +45,10 @@ class CPUAttention(Attention):
         if self._impl is None:
             self._impl = self._made()
         self._impl.plan_batch(batch)
+
+    def compiled_batch(self) -> PagedBatch | None:
+        """What ``plan_batch`` has laid out."""
+        return self._planned.batch
 
     def write(self, keys: Tensor, values: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
         """Store ``keys`` and ``values [tokens, kv_heads, head_dim]`` where ``plan_batch`` says. Mutates the pages."""

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.core.native import Kernels, LayerSpec
+from engine.core.native import Kernels, LayerSpec, LayersSpec, Rooms
 from engine.plugins.executors._native import NativeLinear
-from engine.plugins.executors._paged import Layer, active
+from engine.plugins.executors._paged import Compiled, Layer, PagedLayers, active
 
 FAMILY = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 NOTHING: dict[str, Any] = {"attention_mask": None}
@@ -63,22 +63,55 @@ class FusedDecoder:
         """Weights were replaced: those outside of linear layers lie elsewhere now. Mutates."""
         layers = [(_spec(layer), layer.self_attn) for layer in self._decoder.layers]
         self._blocks = [_Block(spec, ctypes.byref(spec), module, module.scaling) for spec, module in layers]
+        self._specs = (LayerSpec * len(layers))(*(spec for spec, _ in layers))
+        self._scales = (ctypes.c_float * len(layers))(*(module.scaling for _, module in layers))
 
     def run(self, ids: Tensor, positions: Tensor, keep: Tensor, layer: Layer) -> Tensor:
         """Logits ``[kept, vocab]`` of the tokens at indices ``keep`` of a flattened batch ``ids, positions [tokens]``.
 
-        ``layer`` is asked for every layer's attention. After the last layer's, only the kept rows are computed.
+        ``layer`` is asked for every layer's attention, or does all of it in the kernels, where it can. After the last
+        layer's, only the kept rows are computed.
         """
-        kernels, threads = self._kernels, torch.get_num_threads()
         x = self._decoder.embed_tokens(ids)
+        turns = self._turns(positions)
+        compiled = layer.compiled() if isinstance(layer, PagedLayers) else None
+        x = self._at_once(x, turns, keep, compiled) if compiled else self._one_by_one(x, turns, keep, layer)
+        return self._logits(x) if len(x) else torch.empty(0, self._head.out_features)
+
+    def _at_once(self, x: Tensor, turns: tuple[Tensor, Tensor], keep: Tensor, compiled: Compiled) -> Tensor:
+        """The kept rows of ``x [tokens, width]`` after all layers. Mutates ``x``, and KV memory."""
         rows, width = x.shape
-        cosine, sine = self._turns(positions)
         first = self._blocks[0].spec
-        q = self._room("q", rows, first.heads, first.dim)
-        k = self._room("k", rows, first.kv_heads, first.dim)
-        v = self._room("v", rows, first.kv_heads, first.dim)
-        scratch = self._room("scratch", rows, width)
-        hidden = self._room("hidden", rows, first.gate.n)
+        attended = self._room("attended", rows, first.heads, first.v.n // first.kv_heads)
+        rooms = Rooms(*(room.data_ptr() for room in (*self._sides(rows), attended, *self._between(rows, width))))
+        where = ctypes.addressof(self._specs), ctypes.addressof(self._scales), compiled.pages
+        spec = LayersSpec(*where, len(self._blocks))
+        self._kernels.layers(
+            *(ctypes.byref(spec), ctypes.byref(compiled.batch), keep.data_ptr(), len(keep), x.data_ptr(), rows),
+            *(*(turn.data_ptr() for turn in turns), ctypes.byref(rooms), torch.get_num_threads()),
+        )
+        return x[: len(keep)]
+
+    def _sides(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Memory for a layer's q, k and v."""
+        first = self._blocks[0].spec
+        return (
+            self._room("q", rows, first.heads, first.dim),
+            self._room("k", rows, first.kv_heads, first.dim),
+            self._room("v", rows, first.kv_heads, first.v.n // first.kv_heads),
+        )
+
+    def _between(self, rows: int, width: int) -> tuple[Tensor, Tensor]:
+        """Memory for a layer's normed rows, and for its hidden ones."""
+        return self._room("scratch", rows, width), self._room("hidden", rows, self._blocks[0].spec.gate.n)
+
+    def _one_by_one(self, x: Tensor, turns: tuple[Tensor, Tensor], keep: Tensor, layer: Layer) -> Tensor:
+        """The kept rows of ``x [tokens, width]`` after all layers. Mutates ``x``."""
+        kernels, threads = self._kernels, torch.get_num_threads()
+        rows, width = x.shape
+        cosine, sine = turns
+        q, k, v = self._sides(rows)
+        scratch, hidden = self._between(rows, width)
         turned = (cosine.data_ptr(), sine.data_ptr(), *(room.data_ptr() for room in (q, k, v, scratch)), threads)
         after = (scratch.data_ptr(), hidden.data_ptr(), threads)
         for number, (_, at, attention, scale) in enumerate(self._blocks, 1):
@@ -86,10 +119,8 @@ class FusedDecoder:
             attended = layer(attention, q, k, v, scale, NOTHING).contiguous()
             if number == len(self._blocks):
                 attended, x, rows = attended[keep], x[keep], len(keep)
-                if not rows:
-                    return torch.empty(0, self._head.out_features)
             kernels.after(at, attended.data_ptr(), rows, x.data_ptr(), *after)
-        return self._logits(x)
+        return x
 
     def _logits(self, x: Tensor) -> Tensor:
         """Of the last layer's output ``[rows, width]``."""

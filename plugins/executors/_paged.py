@@ -6,6 +6,7 @@ or a step of one of several engines in this process) is looked up in a context v
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from transformers import AttentionInterface
 
 from engine.core.batch import AttentionLayer
 from engine.core.errors import ConfigError, ExecutionError, ModelError
+from engine.core.native import PagedBatch
 from engine.core.protocols import Attention
 from engine.core.registry import Registry
 from engine.plugins.executors._shared import zeros
@@ -151,6 +153,13 @@ class Probe:
         return q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
 
 
+class Compiled(NamedTuple):
+    """A planned batch, and where the addresses of K and then V of each layer lie."""
+
+    batch: PagedBatch
+    pages: int
+
+
 class PagedLayers:
     """All layers' KV memory, and the attention plugin that works on it.
 
@@ -168,6 +177,14 @@ class PagedLayers:
         tensors, self.shared = zeros(sides, dtype, torch.device(device))
         self._pages = {shape.layer: (tensors[2 * at], tensors[2 * at + 1]) for at, shape in enumerate(shapes)}
         self._features = {shape.layer: shape.features for shape in shapes}
+        self._addresses = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+        self._plain = all(tensor.dtype is torch.float32 and tensor.device.type == "cpu" for tensor in tensors)
+        self._plain = self._plain and not any(self._features.values())
+
+    def compiled(self) -> Compiled | None:
+        """What the compiled kernels need to do all layers' attention of the planned batch; ``None``: they cannot."""
+        batch = self._attention.compiled_batch() if self._plain else None
+        return None if batch is None else Compiled(batch, ctypes.addressof(self._addresses))
 
     @property
     def pages(self) -> dict[int, tuple[Tensor, Tensor]]:

@@ -73,7 +73,9 @@ class Crowd:
         self.talks.append(request.tokens)
 
 
-def busy_run(steps: int, *, seed: int = 1, policies: tuple[str, ...] = (), **setting: Any) -> EngineCore:
+def busy_run(
+    steps: int, *, seed: int = 1, policies: tuple[str, ...] = (), record_mb: int = 256, **setting: Any
+) -> EngineCore:
     """A core that has recorded so many busy steps, and all that was left then, closed by whoever is given it."""
     rng = random.Random(seed)
     executor = SimExecutor(SimExecutor.Options(vocab_size=VOCABULARY))
@@ -82,8 +84,9 @@ def busy_run(steps: int, *, seed: int = 1, policies: tuple[str, ...] = (), **set
         "max_waiting": 40, "audit": False,
     }  # fmt: skip
     core = make_core(
-        executor=executor, policies=[make("policy", name) for name in policies], record=ON, **{**usual, **setting}
-    )
+        executor=executor, policies=[make("policy", name) for name in policies],
+        **{"record": RecordOptions(on=True, ring_mb=record_mb), **usual, **setting},
+    )  # fmt: skip
     crowd = Crowd(core, rng)
     while core.counters.steps < steps:
         crowd.turn()

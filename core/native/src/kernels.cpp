@@ -1,6 +1,7 @@
 // What Python calls. Pointers are to floats that lie row after row unless strides are given; sizes are in numbers.
 #include "attention.h"
 #include "decoder.h"
+#include "layers.h"
 
 extern "C" {
 
@@ -23,6 +24,10 @@ void kernels_before(const Layer* l, const float* x, int64_t rows, const float* c
 void kernels_after(const Layer* l, const float* attended, int64_t rows, float* x, float* scratch, float* hidden,
                    int threads) {
     after_attention(*l, attended, rows, x, scratch, hidden, threads);
+}
+void kernels_layers(const Layers* all, const Batch* b, const int64_t* keep, int64_t kept, float* x, int64_t rows,
+                    const float* cosine, const float* sine, const Rooms* rooms, int threads) {
+    all_layers(*all, *b, keep, kept, x, rows, cosine, sine, *rooms, threads);
 }
 void kernels_norm(const float* x, const float* weight, float eps, int64_t rows, int64_t width, float* y) {
     for (long row = 0; row < rows; row++) normalize(x + row * width, weight, eps, width, y + row * width);

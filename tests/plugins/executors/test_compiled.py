@@ -13,6 +13,7 @@ import torch
 from engine.core.errors import ConfigError
 from engine.core.native import NoKernels, why_not
 from engine.core.registry import make
+from engine.plugins.attention.cpu import CPUAttention
 from engine.plugins.executors import _fused, _runner
 from engine.plugins.executors._sampling import argmax
 
@@ -91,6 +92,50 @@ def test_logits_are_the_same_bits_in_any_company(tiny: Tiny, make_executor: Any,
     seen = {key: value for key, value in seen.items() if sum(key[1] == other[1] for other in seen) == 1}
     for chunk in (10**6, 3, 1):
         assert run.finish([run.request(prompt) for prompt in prompts], 10, chunk=chunk) == alone
+
+
+@needs_kernels
+@pytest.mark.parametrize("changes", [{}, {"attention_bias": True, "hidden_size": 36, "head_dim": 10}, HEADS])
+def test_all_layers_in_one_call_give_the_same_bits_as_one_by_one(
+    changes: dict[str, Any], tiny: Tiny, make_executor: Any, driver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With prefills of which no row, one or all are kept, decodes, and several threads."""
+    path = tiny("llama", **changes)
+    told: list[list[torch.Tensor]] = []
+    for whole in (True, False):
+        if not whole:
+            monkeypatch.setattr(CPUAttention, "compiled_batch", lambda self: None)
+        executor = make_executor(path, attention=make("attention", "cpu"), threads=2)
+        fused = executor._loaded._model.fused
+        assert fused is not None
+        used: list[str] = []
+        for name in ("_at_once", "_one_by_one"):
+            monkeypatch.setattr(fused, name, watched(used, name, getattr(fused, name)))
+        logits: list[torch.Tensor] = []
+        monkeypatch.setattr(executor._loaded._model, "run", kept(logits, executor._loaded._model.run))
+        run = driver(executor, 64, 4)
+        for prompts in (PROMPTS[2:], PROMPTS):
+            run.finish([run.request(prompt) for prompt in prompts], 6, chunk=3)
+        assert set(used) == {"_at_once" if whole else "_one_by_one"}
+        assert {len(rows) for rows in logits} >= {0, 1, len(PROMPTS)}
+        told.append([*logits, *(side for pair in executor.kv.values() for side in pair)])
+    for ours, theirs in zip(*told, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def watched(used: list[str], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which notes its name."""
+    return lambda *arguments: used.append(name) or function(*arguments)
+
+
+def kept(answers: list[torch.Tensor], function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The function, whose answers are kept."""
+
+    def called(*arguments: Any) -> torch.Tensor:
+        answers.append(function(*arguments))
+        return answers[-1]
+
+    return called
 
 
 @needs_kernels
