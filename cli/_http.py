@@ -7,6 +7,8 @@ import json
 import os
 from collections.abc import Generator
 from contextlib import closing
+from pathlib import Path
+from shutil import copyfileobj
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -63,6 +65,12 @@ class Server:
         """The answer to a GET as text. Raises as ``ask``."""
         with closing(self._connection()) as connection:
             return self._send(connection, path, None).read().decode()
+
+    def save(self, path: str, to: Path) -> int:
+        """The answer to a GET, into a file. Returns its bytes. Raises as ``ask``, and ``OSError``."""
+        with closing(self._connection()) as connection, to.open("wb") as file:
+            copyfileobj(self._send(connection, path, None), file)
+            return file.tell()
 
     def events(self, path: str) -> Generator[Any, None, None]:
         """Server-sent events as they come. Closing the iterator leaves. Raises as ``ask``, also in the middle."""

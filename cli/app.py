@@ -15,15 +15,18 @@ from engine.cli import (
     config,
     doctor,
     embed,
+    explain,
     generate,
     plugin_check,
     plugin_new,
     plugin_show,
     plugins,
     proxy,
+    record,
     render,
     replay,
     serve,
+    simulate,
     top,
 )
 from engine.cli.flags import split_dotted
@@ -41,12 +44,20 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "doctor": doctor.doctor,
     "render": render.render,
     "replay": replay.replay,
+    "simulate": simulate.simulate,
+    "explain": explain.explain,
 }
 OF_CACHE: dict[str, Callable[..., None]] = {
     "stats": cache.stats,
     "explain": cache.explain,
     "flush": cache.flush,
     "check": cache.check,
+}
+OF_RECORD: dict[str, Callable[..., None]] = {
+    "status": record.status,
+    "on": record.on,
+    "off": record.off,
+    "write": record.write,
 }
 OF_PLUGINS: dict[str, Callable[..., None]] = {
     "list": plugins.plugins,
@@ -74,6 +85,10 @@ def build() -> typer.Typer:
     for name, of_cache in OF_CACHE.items():
         asked.command(name)(_clean(of_cache))
     app.add_typer(asked, name="cache")
+    recorded = typer.Typer(no_args_is_help=True, help="Record the decisions of a running server.")
+    for name, of_record in OF_RECORD.items():
+        recorded.command(name)(_clean(of_record))
+    app.add_typer(recorded, name="record")
     return app
 
 

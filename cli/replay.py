@@ -1,85 +1,121 @@
-"""``engine replay``: decide recorded workloads anew, and say where the decisions part."""
+"""``engine replay``: decide logs and recorded workloads anew; say where the decisions part, and what that changed."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 
-from engine.core.config import flag_of, load_config
+from engine.cli import _parted
+from engine.core.config import flag_of
 from engine.core.errors import ConfigError, EngineError
-from engine.core.protocols import Policy
-from engine.core.registry import build
-from engine.core.replay import own, sglang, vllm
+from engine.core.record.reading import is_log, read
+from engine.core.replay import log as logs
+from engine.core.replay import sglang, vllm
 from engine.core.replay.report import NotReplayable, Report
 
 EXIT_DIFFERENT = 1
-KINDS = (own, vllm, sglang)
-"""Modules that recognise a trace by its content, and replay it."""
+KINDS = (vllm, sglang)
+"""Modules that recognise a foreign trace by its content, and replay it."""
+FIELDS = (
+    "scheduler", "kvcache", "policies", "overlap", "page_size", "num_pages", "max_batch_tokens", "max_running",
+)  # fmt: skip
+"""What can be chosen otherwise than it was recorded."""
 
 
 def replay(
     ctx: typer.Context,
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Decision traces (JSON).")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE...", help="Decision logs (or their folders), and traces of others (JSON)."),
+    ],
+    scheduler: Annotated[
+        str | None, typer.Option("--scheduler", metavar="NAME", help="With another scheduler.")
+    ] = None,
+    kvcache: Annotated[str | None, typer.Option("--kvcache", metavar="NAME", help="With another KV cache.")] = None,
     policy: Annotated[
         list[str] | None,
-        typer.Option("--policy", help="Instead of the policies of a recording of ours (repeatable).", metavar="NAME"),
+        typer.Option("--policy", metavar="NAME", help="With these policies instead (repeatable; '': none)."),
     ] = None,
+    overlap: Annotated[bool | None, typer.Option("--overlap/--no-overlap", help="With the other loop.")] = None,
+    page_size: Annotated[int | None, typer.Option("--page-size", help="With pages of so many tokens.")] = None,
+    num_pages: Annotated[int | None, typer.Option("--num-pages", help="With so many pages.")] = None,
+    max_batch_tokens: Annotated[int | None, typer.Option("--max-batch-tokens", help="With other steps.")] = None,
+    max_running: Annotated[int | None, typer.Option("--max-running", help="With so many requests at once.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
-    """Replay decision traces on our own schedulers and caches; exit status 0 only if every step is equal.
+    """Decide recorded schedules anew with the real scheduler and cache, and compare step by step.
 
-    Options of policies are flags, too: --policy.NAME.OPTION VALUE.
+    As recorded: exit status 0 only if every step is equal. With another plugin or option: where the decisions part, and
+    what that changed. Options of plugins are flags, too: --policy.NAME.OPTION VALUE.
     """
-    policies = _policies(policy, ctx.obj or {})
-    reports = [_replay(path, policies) for path in files]
-    for report in reports:
-        if report.unsupported is not None:
-            print(f"{report.name}: not replayed: {report.unsupported}")
-        elif report.divergence is not None:
-            print(f"{report.name}: differs")
-            print("\n".join(report.divergence.lines()))
-    equal = sum(report.equal for report in reports)
-    print(f"{equal} of {len(reports)} traces equal, {sum(report.steps for report in reports)} steps")
-    raise typer.Exit(0 if equal == len(reports) else EXIT_DIFFERENT)
+    wishes = {name: value for name, value in ctx.params.items() if name in FIELDS and value is not None}
+    if policy is not None:
+        wishes["policies"] = [name for name in policy if name]
+    for key in ctx.obj or {}:
+        if key.partition(".")[0] not in ("policy", *FIELDS):
+            raise ConfigError(f"'replay' takes no plugin options such as {flag_of(key)}")
+    changes = {**wishes, **(ctx.obj or {})}
+    if changes:
+        _compare(files, changes, as_json)
+        return
+    reports = [_replay(path) for path in files]
+    if as_json:
+        typer.echo(json.dumps([_parted.plain(report) for report in reports]))
+    else:
+        for line in _parted.told(reports):
+            typer.echo(line)
+    raise typer.Exit(0 if all(report.equal for report in reports) else EXIT_DIFFERENT)
 
 
-replay.engine_fields = ("policies",)  # type: ignore[attr-defined]  # for the help of the selected plugins
+replay.engine_fields = FIELDS  # type: ignore[attr-defined]  # for the help of the selected plugins
 
 
-def _policies(names: list[str] | None, dotted: Mapping[str, str]) -> Callable[[], list[Policy]] | None:
-    """Makes the policies that were chosen, anew for each file; ``None``: none were. Raises as ``build`` does."""
-    from engine.core.effective import Effective
+def _compare(files: list[Path], changes: Mapping[str, Any], as_json: bool) -> None:
+    found = []
+    for path in files:
+        if not _is_log(path):
+            raise ConfigError(f"{path}: plugins and options are chosen for decision logs of our own engine")
+        try:
+            found.append(_parted.compared(read(path), path.stem, changes))
+        except NotReplayable as error:
+            raise EngineError(f"{path}: {error}") from error
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
+    for one in found:
+        for line in _parted.table(one):
+            typer.echo(line)
 
-    if not names and not dotted:
-        return None
-    for key in dotted:
-        if key.partition(".")[0] not in ("policy", "policies"):
-            raise ConfigError(f"'replay' takes no plugin options such as {flag_of(key)}: only those of policies")
-    loaded = load_config(flags={**({"policies": names} if names else {}), **dotted})
-    chosen = Effective(loaded, fields=("policies",)).plugins
-    return lambda: [cast(Policy, build(one.found, one.selected.selection)) for one in chosen]
 
-
-def _replay(path: Path, policies: Callable[[], list[Policy]] | None) -> Report:
-    data = _read(path)
-    name = str(data.get("name", path.stem))
-    kind = next((kind for kind in KINDS if kind.recognises(data)), None)
-    if kind is None:
-        return Report(name, 0, unsupported="not a trace of a known kind")
-    if policies is not None and kind is not own:
-        return Report(name, 0, unsupported="--policy is for recordings of our own engine")
+def _replay(path: Path) -> Report:
+    name = path.stem
     try:
-        report: Report = kind.replay(data) if policies is None else own.replay(data, policies())
-        if kind is own and (lost := own.left_out(data)) and not report.equal:
-            print(f"{name}: its metadata {', '.join(lost)} could not be recorded: policies do not see it")
+        if _is_log(path):
+            return logs.replay(read(path), name)
+        data = _read(path)
+        name = str(data.get("name", name))
+        kind = next((kind for kind in KINDS if kind.recognises(data)), None)
+        if kind is None:
+            return Report(name, 0, unsupported="not a trace of a known kind")
+        report: Report = kind.replay(data)
+        return report
     except NotReplayable as error:
-        report = Report(name, 0, unsupported=str(error))
+        return Report(name, 0, unsupported=str(error))
+    except ConfigError:
+        raise
     except (KeyError, IndexError, TypeError, ValueError, EngineError) as error:  # the other files are replayed
-        report = Report(name, 0, unsupported=f"it does not hold together: {type(error).__name__}: {error}")
-    return report
+        return Report(name, 0, unsupported=f"it does not hold together: {type(error).__name__}: {error}")
+
+
+def _is_log(path: Path) -> bool:
+    try:
+        return is_log(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read as a trace: {error}") from error
 
 
 def _read(path: Path) -> Mapping[str, Any]:

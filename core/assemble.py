@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from engine.core.capabilities import Report, label, report
@@ -26,6 +28,7 @@ from engine.core.protocols import (
     Policy,
     Scheduler,
 )
+from engine.core.record.desk import RecordOptions
 from engine.core.registry import Found, Registry, build
 from engine.core.values import hidden
 
@@ -51,6 +54,8 @@ def assemble(
     *,
     core: type[EngineCore] = EngineCore,
     directory: str | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> EngineCore:
     """Build an engine core. Everything is selected and checked before the model is loaded.
 
@@ -59,6 +64,7 @@ def assemble(
     Args:
         core: the class to build, e.g. one that records what it decides.
         directory: where private sockets lie, if there are any (default: a new one, removed at the end).
+        clock, sleep: the engine's time, where it is not the machine's: see ``EngineCore``.
 
     Raises:
         ConfigError: limits or options that contradict each other.
@@ -70,7 +76,7 @@ def assemble(
     try:
         choice.pick()
         feed = _feed(config, directory)
-        return _build(config, choice, core, feed)
+        return _build(config, choice, partial(core, clock=clock, sleep=sleep), feed)
     except BaseException:
         choice.close()
         if feed is not None:
@@ -184,7 +190,7 @@ class Choice:
         self.chosen = []
 
 
-def _build(config: EngineConfig, choice: Choice, core: type[EngineCore], feed: CacheFeed | None) -> EngineCore:
+def _build(config: EngineConfig, choice: Choice, core: Callable[..., EngineCore], feed: CacheFeed | None) -> EngineCore:
     executor = choice.executor
     model = choice.load()
     limits = size_limits(config, model, executor)
@@ -207,6 +213,7 @@ def _build(config: EngineConfig, choice: Choice, core: type[EngineCore], feed: C
         vocabulary=lambda: _vocabulary(config, model),
         grammar_seconds=config.grammar_seconds,
         grammar_threads=config.grammar_threads,
+        record=RecordOptions.of(config),
         description={
             **_describe(choice.chosen, model, limits),
             "loop": "overlap" if overlap else "sync",

@@ -151,6 +151,8 @@ class CacheDesk:
         """
         core = self._core
         before = core.kv.numbers()
+        if core.record.recorder is not None:
+            core.record.recorder.flushed()
         core.kv.reset()
         after = core.kv.numbers()
         said: dict[str, Any] = {}

@@ -39,6 +39,10 @@ class InvalidRequest(EngineError, ValueError):
         self.code = code
 
 
+class UnknownRequest(EngineError):
+    """A request that is asked about does not live, and is not remembered."""
+
+
 class QueueFull(EngineError):
     """The bounded queue has no room; try again later.
 

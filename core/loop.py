@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from engine.core.arbiter import Arbiter
 from engine.core.cache_desk import CacheDesk
 from engine.core.cache_events import CacheLog
 from engine.core.capabilities import label
+from engine.core.clock import Clock
 from engine.core.composing import composed
 from engine.core.containment import ASK_SECONDS, Naming, started
 from engine.core.errors import EngineDead, ExecutionError, InvalidRequest, InvariantViolation, QueueFull
@@ -39,6 +41,7 @@ from engine.core.protocols import (
     Scheduler,
 )
 from engine.core.queue import WaitingQueue
+from engine.core.record.desk import RecordDesk, RecordOptions
 from engine.core.request import Finish, Request, SamplingParams, State
 from engine.core.results import ResultApplier, delta
 from engine.core.results import finish as end_request
@@ -57,12 +60,17 @@ log = logging.getLogger(__name__)
 
 SHORT_REST = 0.001  # seconds
 GRAMMAR_SECONDS = 5.0
+STARTS = 64
 
 
 class EngineCore:
     """Owns every request and drives the plugins. Use ``assemble`` to build one from a configuration.
 
     In ``overlap`` mode each step is planned before the outcome of the one before is known, while it is being computed.
+
+    Args:
+        clock: seconds, for all that depends on time: deadlines, policies, how long loads take.
+        sleep: waits for so many of them.
     """
 
     def __init__(
@@ -79,6 +87,7 @@ class EngineCore:
         audit_every_step: bool = False,
         ask_seconds: float | Mapping[str, float] = ASK_SECONDS,
         clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
         cache_log: CacheLog | None = None,
         cache_feed: CacheFeed | None = None,
         description: Mapping[str, Any] | None = None,
@@ -86,6 +95,7 @@ class EngineCore:
         vocabulary: Callable[[], Vocabulary] | None = None,
         grammar_seconds: float = GRAMMAR_SECONDS,
         grammar_threads: int = 1,
+        record: RecordOptions | None = None,
     ) -> None:
         self.limits = limits
         self.model = model
@@ -93,26 +103,30 @@ class EngineCore:
         self.kv = kv
         self.executor = executor
         self.counters = Counters()
-        self.roster = Roster(limits, model, clock)
+        self.clock = Clock(clock)
+        self.roster = Roster(limits, model, self.clock)
         self.pool = PagePool(limits.num_pages, limits.page_size)
         connectors = composed(connectors)
         watch = RequestWatch(lambda: self.requests) if audit_every_step else None
         members = [scheduler, kv, *connectors, *policies]
         self.hooks = HookBus(members, pool=self.pool, watch=watch, ask_seconds=ask_seconds)
+        self.policies, self.connectors = tuple(policies), tuple(connectors)
         self._plugins = [executor, kv, scheduler, *connectors, *policies, *([grammar] if grammar is not None else [])]
         self._naming = Naming(self._plugins)
         self._audit = audit_every_step
         self._description = dict(description or {})
         self.flight = Flight(overlap=overlap)
-        self._pipeline = Pipeline(executor, background=overlap and executor.overlaps)
+        self._pipeline = Pipeline(executor, background=overlap and executor.overlaps and executor.threaded)
+        self._sleep = sleep
         self._last: Plan | None = None
         self._progress = Progress()
         self.broken: str | None = None
         self._who = f"{label(executor)} of {executor.origin}"
         self._closed = False
         self.weights_epoch = 0
+        self.starts: deque[float] = deque(maxlen=STARTS)  # when the last requests started, for estimates
         self._outbox: list[Delta] = []
-        self._timeouts = Timeouts(limits.queue_timeout)
+        self.timeouts = Timeouts(limits.queue_timeout)
         self._timed = False  # whether any request had a ``cache_ttl``
         self.arbiter = Arbiter(self.roster, kv, self.pool, self.hooks)
         self.exchange = Exchange(self, connectors)
@@ -120,12 +134,14 @@ class EngineCore:
         self.grammars = GrammarDesk(self, grammar, vocabulary, seconds=grammar_seconds, threads=grammar_threads)
         self._refused: list[tuple[str, InvalidRequest]] = []
         self._results = ResultApplier(limits, kv, self.counters, overlap=overlap)
-        context = Context(limits=limits, pool=self.pool, model=model)
+        context = Context(limits=limits, pool=self.pool, model=model, clock=self.clock)
         for plugin in self._plugins:
             started(plugin, context)
         self.cache.open()
         self.exchange.register(executor)
         self.waiting.keep_sorted_by(scheduler.queue_key())
+        self.record = RecordDesk(self, record)
+        self.record.open()
 
     # ---- requests
 
@@ -188,6 +204,7 @@ class EngineCore:
         reads = read_cache and can_read_cache(params, pooling)
         has_grammar = getattr(params, "grammar", None) is not None
         looks_up = self.exchange.wants(len(tokens), read_cache=reads)
+        parked = [*parked_on, *([KV] if looks_up else []), *([GRAMMAR] if has_grammar else [])]
         create = partial(
             self.roster.create,
             tokens,
@@ -202,7 +219,7 @@ class EngineCore:
             cache_ttl=cache_ttl,
             deadline=deadline,
             metadata=metadata,
-            parked_on=[*parked_on, *([KV] if looks_up else []), *([GRAMMAR] if has_grammar else [])],
+            parked_on=parked,
             pooling=pooling,
         )
         try:
@@ -215,9 +232,16 @@ class EngineCore:
             if displaced is None or displaced.state is not State.WAITING:
                 raise
             self._end_now(displaced, Finish.ABORT, "the queue is full and a more urgent request came")
-            request = create()
+            try:
+                request = create()
+            except QueueFull:
+                if self.record.recorder is not None:
+                    self.record.recorder.displaced(displaced)
+                raise
         self._timed = self._timed or cache_ttl is not None
-        self._timeouts.watch(request, len(self.requests))
+        if self.record.recorder is not None:
+            self.record.recorder.added(request, deadline, parked)
+        self.timeouts.watch(request, len(self.requests))
         if looks_up:
             self.exchange.look_up(request)
         if has_grammar:
@@ -228,6 +252,8 @@ class EngineCore:
 
     def ready(self, request_id: str, what: str) -> None:
         """``what`` a parked request waited for is there; when nothing is missing it joins the queue. Idempotent."""
+        if self.record.recorder is not None:
+            self.record.recorder.readied(request_id, what)
         self.roster.ready(request_id, what)
 
     def abort(self, request_id: str, finish: Finish = Finish.ABORT, detail: str | None = None) -> bool:
@@ -235,6 +261,8 @@ class EngineCore:
         request = self.requests.get(request_id)
         if request is None:
             return False
+        if self.record.recorder is not None:
+            self.record.recorder.aborted(request, finish, detail)
         self._end_now(request, finish, detail)
         return True
 
@@ -269,6 +297,8 @@ class EngineCore:
         request.planned = request.computed
         request.pending = request.quiet = 0
         request.epoch += 1
+        if self.record.recorder is not None:
+            self.record.recorder.ended(request)
         self.roster.forget(request)
         self.executor.forget(request)
 
@@ -314,11 +344,13 @@ class EngineCore:
             raise
         except BaseException:  # Ctrl-C in a notebook: the engine is to be used again
             self._pipeline.abandon()
+            if self.record.recorder is not None:
+                self.record.recorder.interrupted()
             self.broken = recovery.interrupted(self)
             raise
 
     def _step(self) -> list[Delta]:
-        for request, words in self._timeouts.due(self.roster.now()):
+        for request, words in self.timeouts.due(self.roster.now()):
             self.abort(request.id, Finish.TIMEOUT, words)
         self.keep_time()
         self.exchange.move()
@@ -329,7 +361,7 @@ class EngineCore:
         if plan:
             self._pipeline.launch(plan)
         elif before is None and (self.exchange or len(self.grammars)):
-            time.sleep(REST)  # there is nothing to do but to wait for a connector, or for a grammar
+            self._sleep(REST)  # there is nothing to do but to wait for a connector, or for a grammar
         if before is not None:
             self._complete(before)
         if self.flight.oldest is plan and not (plan and self.flight.overlap):
@@ -340,6 +372,8 @@ class EngineCore:
 
     def expire(self, now: float) -> None:
         """What was written with a ``cache_ttl`` that is over is not found from now on. See ``keep_time``."""
+        if self.record.recorder is not None:
+            self.record.recorder.expired()
         self.kv.expire(now)
 
     def keep_time(self) -> None:
@@ -349,6 +383,8 @@ class EngineCore:
 
     def idle(self) -> None:
         """Nothing is left to plan: tell the scheduler. ``step`` does; so does whoever plans and commits by hand."""
+        if self.record.recorder is not None:
+            self.record.recorder.idled()
         self.scheduler.on_idle()
 
     def _complete(self, plan: Plan) -> None:
@@ -385,8 +421,15 @@ class EngineCore:
         self.flight.check_room()
         self.arbiter.forget_step()
         self.counters.steps += 1
+        recorder = self.record.recorder
+        if recorder is not None:
+            recorder.deciding = True
         step = Step(self, self.counters.steps, override=self._progress.override)
-        plan = self.hooks.ask_plan(step)
+        began = self.clock.hold()
+        try:
+            plan = self.hooks.ask_plan(step)
+        finally:
+            self.clock.release()
         if plan is not step.plan:
             raise InvariantViolation("the plan is not the one that step.seal() gave")
         self.flight.depart(plan, step)
@@ -397,6 +440,8 @@ class EngineCore:
             raise InvariantViolation(
                 f"a plan of {plan.total_tokens} tokens; {self.limits.max_batch_tokens} is the limit"
             )
+        if recorder is not None:
+            recorder.planned(plan, began)
         return plan
 
     def commit(self, outcome: Outcome) -> None:
@@ -408,6 +453,18 @@ class EngineCore:
         plan = outcome.plan
         if len(outcome.tokens) != len(plan.requests):
             raise InvariantViolation("a plan commits only with its own outcome, row by row")
+        began = self.clock.hold()
+        try:
+            self._commit(outcome, began)
+        finally:
+            self.clock.release()
+        if self._audit:
+            self.check()
+
+    def _commit(self, outcome: Outcome, began: float) -> None:
+        plan, recorder = outcome.plan, self.record.recorder
+        if recorder is not None:
+            recorder.deciding = True
         step, alone = self.flight.land(plan)
         if outcome.errors:
             recovery.isolate(self, outcome, step)
@@ -423,8 +480,8 @@ class EngineCore:
             self._let_go(request)
         if self.cache.watch is not None:
             self.cache.settle()
-        if self._audit:
-            self.check()
+        if recorder is not None:
+            recorder.committed(outcome, began)
 
     def fail_step(self, plan: Plan, why: str) -> None:
         """The oldest plan in flight was not computed, and none after it will be.
@@ -432,6 +489,8 @@ class EngineCore:
         Un-publishes what they published, ends the failed plan's requests with an error; requests that only a later plan
         computes start again.
         """
+        if self.record.recorder is not None:
+            self.record.recorder.failing(plan)
         recovery.fail_step(self, plan, why)
         self.cache.settle()
         if self._audit:
@@ -445,7 +504,8 @@ class EngineCore:
         request.computed = request.planned = hit
         request.prefill_target = request.num_tokens
         if request.started is None:
-            request.started = self.roster.now()
+            request.started = now = self.roster.now()
+            self.starts.append(now)
             request.cached_tokens = hit
         self.counters.cached_tokens += hit
         self.counters.looked_up_tokens += request.num_tokens
@@ -496,6 +556,8 @@ class EngineCore:
 
     def rename_model(self, fingerprint: str) -> None:
         """The model computes other KV from now on: forget all there is. Those that run start again, output kept."""
+        if self.record.recorder is not None:
+            self.record.recorder.renamed(fingerprint)
         self.model = weights.renamed(self, fingerprint)
         self.weights_epoch += 1
         self.exchange.reset()
@@ -570,6 +632,7 @@ class EngineCore:
         for request_id in list(self.requests):
             self.abort(request_id, detail="the engine was closed")
         self.grammars.close()
+        self.record.close()
         plugins, self._plugins = self._plugins, []
         for plugin in reversed(plugins):
             plugin.close()

@@ -6,6 +6,7 @@ with its validated options; the core then calls ``start`` once, in the order exe
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -128,11 +129,16 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """What a plugin is given at ``start``."""
+    """What a plugin is given at ``start``.
+
+    ``clock`` is the engine's, in seconds: on it requests arrive and are due. It stands still while a step is planned
+    and while one is committed. Plugins that decide by time read it alone, so that a decision can be made anew.
+    """
 
     limits: Limits
     pool: PagePool
     model: ModelInfo
+    clock: Callable[[], float] = time.monotonic
 
 
 class Plugin:
@@ -439,6 +445,7 @@ class Executor(Plugin, ABC):
         uses_attention: an attention backend must be selected for it.
         overlaps: ``launch`` may be called in a thread of its own, with plans that were made before the outcome of the
             one before was known (``Plan.awaits``). Without it the engine plans and executes in turns.
+        threaded: where it overlaps, ``launch`` is called in that thread. False for one whose ``launch`` takes no time.
         sampling: which of ``engine.core.sampling.SAMPLING`` it acts on. Requests that use another are refused by name.
         pooling: which of ``engine.core.pooling.POOLING`` it computes (``Outcome.pooled``), of models for which it says
             a ``ModelInfo.hidden_size``. Requests for another vector are refused.
@@ -446,6 +453,7 @@ class Executor(Plugin, ABC):
 
     uses_attention: ClassVar[bool] = False
     overlaps: ClassVar[bool] = False
+    threaded: ClassVar[bool] = True
     sampling: ClassVar[tuple[str, ...]] = ()
     pooling: ClassVar[tuple[str, ...]] = ()
 

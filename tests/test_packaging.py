@@ -26,7 +26,7 @@ def _package_of(folder: Path) -> str:
 def test_every_package_folder_is_packaged():
     found = {
         _package_of(init.parent)
-        for top in ("core", "plugins", "proxy", "cli")
+        for top in ("core", "plugins", "proxy", "lab", "cli")
         for init in (ROOT / top).rglob("__init__.py")
         if "__pycache__" not in init.parts
     }
@@ -34,7 +34,7 @@ def test_every_package_folder_is_packaged():
 
 
 def test_every_python_file_is_in_a_package():
-    for top in ("core", "plugins", "proxy", "cli"):
+    for top in ("core", "plugins", "proxy", "lab", "cli"):
         for file in (ROOT / top).rglob("*.py"):
             assert (file.parent / "__init__.py").exists(), f"{file} would not be in the wheel"
 

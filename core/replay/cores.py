@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from engine.core.errors import ExecutionError
@@ -43,6 +44,7 @@ def core_for(
     executor: Executor | None = None,
     policies: Sequence[Policy] = (),
     overlap: bool = False,
+    clock: Callable[[], float] = time.monotonic,
 ) -> EngineCore:
     """A core with these plugins. Raises as ``registry.make`` does.
 
@@ -63,4 +65,5 @@ def core_for(
         executor=executor or NotComputed(),
         policies=policies,
         overlap=overlap,
+        clock=clock,
     )

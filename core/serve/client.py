@@ -26,16 +26,19 @@ from engine.core.serve.messages import (
     Abort,
     Add,
     AskCache,
+    AskRecord,
     AskStats,
     CacheAnswer,
     Event,
     Outputs,
+    RecordAnswer,
     Refused,
     Stats,
     Submit,
     Updated,
     UpdateWeights,
 )
+from engine.core.serve.record import RecordClient
 from engine.core.serve.streams import Gather, Group, Stream, embedded
 from engine.core.serve.text import encode, find_tokenizer, text_of
 from engine.core.serve.watchdog import Watchdog
@@ -45,6 +48,7 @@ from engine.core.weights import NewWeights, WhileOpen
 if TYPE_CHECKING:
     from engine.core.models.tokenizer import Tokenizer
 
+Question = type[AskStats] | type[AskCache] | type[AskRecord] | type[UpdateWeights]
 STATS_SECONDS = 10.0  # a long step answers when it ends
 LONG_TEXT = 4096  # characters; longer text is tokenised in a thread, so that the event loop stays quick
 
@@ -118,6 +122,7 @@ class AsyncEngine:
         tokenizer: of the served model; ``None`` where the simulated model has none.
         description: what was chosen (plugins, pages, limits).
         cache: numbers of the cache, why something is not found, its events; and a flush.
+        record: its decisions: recorded, written, explained.
         ledger: what is open, and counts of what was accepted and how it ended.
     """
 
@@ -129,6 +134,7 @@ class AsyncEngine:
         self.description: dict[str, Any] = {}
         self.ledger = Ledger()
         self.cache = CacheClient(self)
+        self.record = RecordClient(self)
         self._link: Link
         self._at_exit: weakref.finalize[[], AsyncEngine]
         self._numbers = itertools.count(1)
@@ -346,6 +352,13 @@ class AsyncEngine:
             raise _told(answer)
         return answer.value
 
+    async def ask_record(self, what: str, **options: Any) -> dict[str, Any]:
+        """``RecordDesk.ask``, between two steps. Raises as it does, and as ``stats``."""
+        answer: RecordAnswer = await self._ask_soon(AskRecord, what, options)
+        if answer.value is None:
+            raise _told(answer)
+        return answer.value
+
     async def update_weights(
         self, weights: NewWeights, *, running: WhileOpen = "refuse", version: str | None = None
     ) -> ModelInfo:
@@ -372,7 +385,7 @@ class AsyncEngine:
 
     # ---- inside
 
-    async def _ask_soon(self, question: type[AskStats] | type[AskCache], *fields: Any) -> Any:
+    async def _ask_soon(self, question: Question, *fields: Any) -> Any:
         """``_ask`` what is answered between two steps. Raises ``EngineError`` where a step takes too long."""
         try:
             async with asyncio.timeout(STATS_SECONDS):
@@ -380,7 +393,7 @@ class AsyncEngine:
         except TimeoutError as error:
             raise EngineError(f"the engine did not answer within {STATS_SECONDS:g} s") from error
 
-    async def _ask(self, question: type[AskStats] | type[AskCache] | type[UpdateWeights], *fields: Any) -> Any:
+    async def _ask(self, question: Question, *fields: Any) -> Any:
         """Send a question with a number of its own, and wait for the answer of that number."""
         self._bind()
         self._link.check()
@@ -464,7 +477,9 @@ class AsyncEngine:
                 self.ledger.started(started)
                 for abort in self.ledger.deliver(deltas):
                     self._link.send(abort)
-            case Stats(number=number) | CacheAnswer(number=number) | Updated(number=number):
+            case (
+                Stats(number=number) | CacheAnswer(number=number) | RecordAnswer(number=number) | Updated(number=number)
+            ):
                 self._answer(number, event)
             case Refused(request_id=request_id):
                 if (stream := self.ledger.open.get(request_id)) is not None:
@@ -484,7 +499,7 @@ class AsyncEngine:
                 future.set_exception(EngineDead(words))
 
 
-def _told(answer: CacheAnswer | Updated) -> EngineError:
+def _told(answer: CacheAnswer | RecordAnswer | Updated) -> EngineError:
     """The error that the core answered with."""
     kind: type[EngineError] = getattr(errors, answer.kind, EngineError)
     return kind(answer.message)

@@ -16,11 +16,13 @@ from engine.core.serve.messages import (
     Abort,
     Add,
     AskCache,
+    AskRecord,
     AskStats,
     CacheAnswer,
     Command,
     Event,
     Outputs,
+    RecordAnswer,
     Refused,
     Shutdown,
     Stats,
@@ -33,6 +35,7 @@ from engine.core.stats import Counters
 
 if TYPE_CHECKING:
     from engine.core.cache_desk import CacheDesk
+    from engine.core.record.desk import RecordDesk
 
 
 class Core(Protocol):
@@ -76,6 +79,10 @@ class Core(Protocol):
     @property
     def cache(self) -> CacheDesk:
         """What can be asked of its cache."""
+
+    @property
+    def record(self) -> RecordDesk:
+        """What can be asked of its decisions."""
 
     def add(
         self,
@@ -243,6 +250,8 @@ class Host:
                 self._emit(Stats(number, self._stats(), self._meter.histograms(), self._waits()))
             case AskCache():
                 self._emit(self._of_cache(command))
+            case AskRecord():
+                self._emit(self._of_record(command))
             case UpdateWeights(running="finish"):
                 self._intake.bar(command)
             case UpdateWeights():
@@ -255,6 +264,12 @@ class Host:
             return CacheAnswer(command.number, None, "InvalidRequest", error.field, error.message)
         except EngineError as error:
             return CacheAnswer(command.number, None, type(error).__name__, message=str(error))
+
+    def _of_record(self, command: AskRecord) -> RecordAnswer:
+        try:
+            return RecordAnswer(command.number, self._core.record.ask(command.what, command.options))
+        except EngineError as error:
+            return RecordAnswer(command.number, None, type(error).__name__, str(error))
 
     def _update(self, command: UpdateWeights, running: str) -> None:
         try:

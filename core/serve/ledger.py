@@ -14,6 +14,8 @@ from engine.core.serve.pace import Ends
 from engine.core.serve.streams import Stream
 from engine.core.serve.times import Tenants, Times
 
+NAMES = 8192  # callers' ids that are remembered
+
 
 class Ledger:
     """Every accepted request is entered once and closed once, under one reason, whoever ends it.
@@ -32,6 +34,7 @@ class Ledger:
         self.waiting_tokens = 0  # prompt tokens of requests that have brought nothing yet
         self.ends = Ends()
         self._waiting: dict[str, int] = {}
+        self._names: dict[str, list[str]] = {}  # of callers, the oldest first -> the engine's
         self._clock = clock
         self.accepted = 0
         self.ended: Counter[str] = Counter({reason.value: 0 for reason in Finish})
@@ -48,6 +51,10 @@ class Ledger:
         self._waiting[stream.request_id] = stream.num_prompt
         self.waiting_tokens += stream.num_prompt
         self.accepted += 1
+        if stream.external_id is not None:
+            self._names.setdefault(stream.external_id, []).append(stream.request_id)
+            if len(self._names) > NAMES:
+                del self._names[next(iter(self._names))]
         stream.course.accepted = self._clock()
         self.tenants.accepted(stream.tenant)
 
@@ -61,6 +68,11 @@ class Ledger:
     def under(self, external_id: str) -> list[Stream]:
         """Open requests that their caller knows by this id."""
         return [stream for stream in self.open.values() if stream.external_id == external_id]
+
+    def names_of(self, external_id: str) -> list[str]:
+        """The engine's names of the requests that came under this id, also of those that have ended, as far as they are
+        remembered; the id itself where it is nobody's."""
+        return list(self._names.get(external_id, [external_id]))
 
     def deliver(self, deltas: Sequence[Delta]) -> list[Abort]:
         """Hand news to the streams. Returns what the engine must be told about requests that ended on this side."""

@@ -72,11 +72,19 @@ class AskCache(msgspec.Struct, frozen=True, tag=True):
     options: dict[str, Any]
 
 
+class AskRecord(msgspec.Struct, frozen=True, tag=True):
+    """``RecordDesk.ask``, between two steps. Answered with ``RecordAnswer`` of the same number."""
+
+    number: int
+    what: str
+    options: dict[str, Any]
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Stop after the step that runs now."""
 
 
-Command = Submit | Abort | AskStats | AskCache | UpdateWeights | Shutdown
+Command = Submit | Abort | AskStats | AskCache | AskRecord | UpdateWeights | Shutdown
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -131,6 +139,15 @@ class CacheAnswer(msgspec.Struct, frozen=True, tag=True):
     message: str = ""
 
 
+class RecordAnswer(msgspec.Struct, frozen=True, tag=True):
+    """What ``RecordDesk.ask`` answered, or the class and the words of an error."""
+
+    number: int
+    value: dict[str, Any] | None
+    kind: str = ""
+    message: str = ""
+
+
 class Updated(msgspec.Struct, frozen=True, tag=True):
     """What came of ``UpdateWeights``: the model as it is served now, or the class and the words of an error."""
 
@@ -159,7 +176,7 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
     trace: str = ""
 
 
-Event = Ready | Outputs | Refused | Stats | CacheAnswer | Updated | Heartbeat | Fatal
+Event = Ready | Outputs | Refused | Stats | CacheAnswer | RecordAnswer | Updated | Heartbeat | Fatal
 
 
 class Boot(msgspec.Struct, frozen=True):

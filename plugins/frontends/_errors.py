@@ -6,7 +6,15 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.core.errors import ConfigError, EngineDead, EngineError, InvalidRequest, QueueFull, ShuttingDown
+from engine.core.errors import (
+    ConfigError,
+    EngineDead,
+    EngineError,
+    InvalidRequest,
+    QueueFull,
+    ShuttingDown,
+    UnknownRequest,
+)
 from engine.core.timeouts import QUEUE
 
 RETRY_AFTER_SECONDS = 1
@@ -42,6 +50,8 @@ def as_http(error: Exception) -> HTTPError:
             return HTTPError(503, f"the engine is not available: {error}", "server_error", code="engine_dead")
         case ShuttingDown():
             return HTTPError(503, str(error), "server_error", code="shutting_down", headers=come_again(None))
+        case UnknownRequest():
+            return HTTPError(404, str(error), code="not_found")
         case ConfigError():
             return HTTPError(409, str(error), code="not_available")
         case EngineError():

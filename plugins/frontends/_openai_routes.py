@@ -17,6 +17,7 @@ from engine.core.serve.client import AsyncEngine
 from engine.core.serve.streams import Gather, Group, embedded
 from engine.plugins.frontends._aside import aside
 from engine.plugins.frontends._cache_routes import CacheRoutes
+from engine.plugins.frontends._debug_routes import DebugRoutes
 from engine.plugins.frontends._endpoints import Endpoints, id_of, tenant_of
 from engine.plugins.frontends._errors import HTTPError, failed, too_late
 from engine.plugins.frontends._life import Life
@@ -91,6 +92,7 @@ class Routes(Endpoints):
             *server.routes(),
             ("/version", "GET", self.version, True),
             *cache.routes(),
+            *DebugRoutes(self.engine, max_body_bytes=self._max_body).routes(),
         )
         app = self.build("Sixhooks", routes, origins=config.cors_origin)
         app.add_middleware(Watched, life=self.life, answered=self.metrics.answered, log=config.log_requests)

@@ -13,7 +13,6 @@ last child goes.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from math import inf
 from typing import TYPE_CHECKING, Literal
@@ -74,8 +73,6 @@ class RadixCache(KVCache):
         )
         session_ttl: float = Field(600.0, gt=0, description="seconds of silence after which a conversation is over")
 
-    clock = staticmethod(time.monotonic)  # seconds, for sessions
-
     def start(self, context: Context) -> None:
         """Raises ``ConfigError`` where token ids do not fit in the keys."""
         if context.limits.vocab_size > 2 ** (8 * TOKEN_BYTES):
@@ -85,7 +82,7 @@ class RadixCache(KVCache):
         self.caching = self.options.enable_prefix_caching
         slots: int = self.options.session_slots
         self.tree = RadixTree(self._page_size, self.options.eviction_policy, keeps_warm=slots > 0)
-        self.sessions = Sessions(self.tree, slots, self.options.session_ttl, self.clock) if slots else None
+        self.sessions = Sessions(self.tree, slots, self.options.session_ttl, context.clock) if slots else None
         self._private = 0
         self._resets = 0
         self._watcher: CacheWatcher | None = None

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from engine.core.hookspecs import hookimpl
 from engine.core.plan import Outcome
-from engine.core.protocols import PluginOptions, Policy
+from engine.core.protocols import Context, PluginOptions, Policy
 from engine.core.request import Request
 from engine.core.view import StepView
 from engine.plugins.policies._known import Known
@@ -28,7 +28,7 @@ from engine.plugins.policies._pace import Pace
 class Deadline(Policy):
     """Orders the queue by ``metadata["deadline"]`` (engine-clock seconds) or ``["deadline_in"]`` (after arrival).
 
-    Attribute ``clock`` is the engine's default clock: replace it where the engine was given another.
+    Attribute ``clock`` is the engine's once it has started; replace it to try other times.
     """
 
     name = "deadline"
@@ -42,9 +42,14 @@ class Deadline(Policy):
 
     def __init__(self, options: Options | None = None) -> None:
         super().__init__(options)
-        self.clock: Callable[[], float] = time.monotonic
+        self.clock: Callable[[], float] = time.monotonic  # until the engine tells its own
         self._pace = Pace()
         self._known: Known[float] = Known()  # when each is due
+
+    def start(self, context: Context) -> None:
+        """Take the engine's clock, unless another was chosen."""
+        if self.clock is time.monotonic:
+            self.clock = context.clock
 
     @hookimpl
     def order(self, step: StepView, waiting: Sequence[Request]) -> Sequence[Request] | None:

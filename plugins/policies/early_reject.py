@@ -17,7 +17,7 @@ from pydantic import Field
 
 from engine.core.hookspecs import hookimpl
 from engine.core.plan import Outcome, Reject
-from engine.core.protocols import PluginOptions, Policy
+from engine.core.protocols import Context, PluginOptions, Policy
 from engine.core.request import Request
 from engine.core.view import StepView
 from engine.plugins.policies._lengths import OutputLengths
@@ -32,7 +32,7 @@ MAX_PLACES = 1024
 class EarlyReject(Policy):
     """Rejects requests whose ``metadata["deadline"]`` (or ``deadline_in``) the backlog puts out of reach.
 
-    Requests without a deadline are never rejected. Attribute ``clock`` is the engine's default clock.
+    Requests without a deadline are never rejected. Attribute ``clock`` is the engine's once it has started.
     """
 
     name = "early-reject"
@@ -46,11 +46,16 @@ class EarlyReject(Policy):
 
     def __init__(self, options: Options | None = None) -> None:
         super().__init__(options)
-        self.clock: Callable[[], float] = time.monotonic
+        self.clock: Callable[[], float] = time.monotonic  # until the engine tells its own
         self._pace = Pace()
         self._lengths = OutputLengths(self.options.key)
         self._hopeless: dict[Request, float] = {}  # request -> seconds that it would be late
         self._looked = -PATIENCE
+
+    def start(self, context: Context) -> None:
+        """Take the engine's clock, unless another was chosen."""
+        if self.clock is time.monotonic:
+            self.clock = context.clock
 
     @hookimpl
     def order(self, step: StepView, waiting: Sequence[Request]) -> Sequence[Request] | None:

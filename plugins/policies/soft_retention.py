@@ -37,13 +37,15 @@ class SoftRetention(Policy):
 
     def __init__(self, options: Options | None = None) -> None:
         super().__init__(options)
-        self.clock: Callable[[], float] = time.monotonic
+        self.clock: Callable[[], float] = time.monotonic  # until the engine tells its own
         self.marks: dict[int, tuple[float, float]] = {}  # page -> (priority, when it expires)
         self._ranking = Ranking()
         self._most = 0
 
     def start(self, context: Context) -> None:
-        """Learn the size of the pool."""
+        """Learn the size of the pool, and the clock, unless another was chosen."""
+        if self.clock is time.monotonic:
+            self.clock = context.clock
         self._most = int(context.limits.num_pages * float(self.options.budget))
 
     @hookimpl

@@ -139,8 +139,9 @@ def depth_first(waiting: Sequence[Request], prefixes: Sequence[Match]) -> list[R
     weight: Counter[PrefixNode] = Counter()
     above: set[PrefixNode] = set()  # nodes with waiting requests below
     root: PrefixNode | None = None
+    strangers: list[Request] = []  # they were told not to read the cache
     for request, prefix in zip(waiting, prefixes, strict=True):
-        at.setdefault(prefix.handle, []).append(request)
+        (strangers if prefix.handle is None else at.setdefault(prefix.handle, [])).append(request)
     for leaf, requests in at.items():
         node = leaf
         while (parent := node.parent) is not None:
@@ -160,7 +161,7 @@ def depth_first(waiting: Sequence[Request], prefixes: Sequence[Match]) -> list[R
         heavy = [child for child in node.children.values() if child in weight]
         heavy.sort(key=lambda child: -weight[child])
         stack.extend((child, False) for child in reversed(heavy))
-    return ordered
+    return [*ordered, *strangers]
 
 
 def by_routing_key(running: Sequence[Request], waiting: Sequence[Request]) -> list[Request] | None:

@@ -90,7 +90,7 @@ def test_plugin_options_among_the_arguments(arguments: list[str], plain: list[st
         (["serve", "--executor", "sim", "--host", "256.0.0.1"], "cannot listen on 256.0.0.1:8000"),
         (["generate", "hi", "--executor", "sim", "--raw", "--max-tokens", "0"], "max_tokens"),
         (["plugins", "--scheduler.x", "1"], "scheduler 'unified' has no option 'x'"),
-        (["replay", "trace.json", "--scheduler.x", "1"], "takes no plugin options"),
+        (["replay", "trace.json", "--executor.x", "1"], "takes no plugin options"),
         (["plugins", "--schedulr.x", "1"], "did you mean 'scheduler'?"),
         (["serve", "--executor", "sim", "--api-key", ""], "api_key (flag --api-key): is empty"),
         (["serve", "--executor", "sim", "--step-timeout", "0"], "step_timeout (flag --step-timeout)"),

@@ -19,8 +19,8 @@ from engine.cli.plugin_templates import CODE
 from engine.core import SamplingParams
 from engine.core.errors import ConfigError, PluginError
 from engine.core.protocols import ROLES
+from engine.core.record.desk import RecordOptions
 from engine.core.registry import Registry, make
-from engine.core.replay.own import RecordingCore
 from engine.testing import SUITES, make_core
 from engine.testing.checking import check, suites
 
@@ -371,24 +371,31 @@ def test_options_of_plugins_are_not_dropped_in_silence():
 
 def test_a_recording_is_replayed_with_its_policies_or_with_others(tmp_path, here):
     core = make_core(
-        core=RecordingCore, policies=[make("policy", "fair-share", {"weights": {"a": 9.0}})], max_running=1
+        record=RecordOptions(on=True), policies=[make("policy", "fair-share", {"weights": {"a": 9.0}})], max_running=1
     )
     for number in range(8):
         core.add([number] * 9, SamplingParams(max_tokens=3), metadata={"tenant": "ab"[number > 3]})
     while core.has_work:
         core.step()
-    file = tmp_path / "evening.json"
-    file.write_text(json.dumps(core.recording("evening")))
+    file = tmp_path / "evening.jsonl"
+    core.record.write(file)
+    assert here("replay", str(file)) == (0, "1 of 1 traces equal, 24 steps\n", "")
     same = ("--policy", "fair-share", "--policy.fair-share.weights", "a=9")
-    assert here("replay", str(file))[0] == 0
-    assert here("replay", str(file), *same)[0] == 0
+    code, out, _ = here("replay", str(file), *same)
+    assert code == 0
+    assert "all 24 steps are the same" in out
     code, out, _ = here("replay", str(file), "--policy", "fair-share")
-    assert code == 1
-    assert "evening: differs" in out
+    assert code == 0
+    assert "the decisions part at step" in out
+    assert "ttft_mean" in out
+    code, out, _ = here("replay", str(file), "--policy.fair-share.weights", "b=9", "--json")
+    [told] = json.loads(out)
+    assert told["parted"]["step"] > 1
+    assert told["same"]["ended"] == told["changed"]["ended"] == {"length": 8}
     code, _, err = here("replay", str(file), *same[:2], "--policy.fair-share.wait", "1")
     assert code == 2
     assert "'wait' (flag --policy.fair-share.wait): did you mean 'weights'?" in err
     foreign = sorted((Path(__file__).parents[1] / "conformance" / "data").rglob("*.json"))[0]
-    code, out, _ = here("replay", str(foreign), "--policy", "fair-share")
-    assert code == 1
-    assert "not replayed: --policy is for recordings of our own engine" in out
+    code, _, err = here("replay", str(foreign), "--policy", "fair-share")
+    assert code == 2
+    assert "plugins and options are chosen for decision logs of our own engine" in err

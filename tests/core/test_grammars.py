@@ -25,9 +25,10 @@ from engine.core import grammar as grammar_module
 from engine.core.grammar import Guide, unpacked, vocabulary_of
 from engine.core.grammar_desk import MOST_LOST, MOST_MATCHERS
 from engine.core.protocols import ModelInfo
+from engine.core.record.desk import RecordOptions
+from engine.core.record.reading import read
 from engine.core.registry import make
-from engine.core.replay import own
-from engine.core.replay.own import RecordingCore
+from engine.core.replay.log import replay
 from engine.testing import make_core
 from engine.testing.suites.grammar import END, LIST, PERSON, vocabulary
 from engine.testing.suites.grammar import SAMPLES as ALL_SAMPLES
@@ -532,14 +533,14 @@ def test_after_the_end_there_are_only_ends(plain):
 # ---- from outside
 
 
-def test_a_recording_of_it_is_replayed_without_the_compiler():
-    core = core_of(library(), core=RecordingCore)
+def test_a_recording_of_it_is_replayed_without_the_compiler(tmp_path):
+    core = core_of(library(), record=RecordOptions(on=True))
     free(core, 0)
     core.add([1], SamplingParams(max_tokens=60, grammar=Grammar.json(LIST)))
     core.add([2], SamplingParams(max_tokens=60, grammar=Grammar.json({"type": "str"})))
     run(core)
-    data = json.loads(json.dumps(core.recording("grammars")))
-    assert own.replay(data).equal
+    core.record.write(tmp_path / "grammars.jsonl")
+    assert replay(read(tmp_path / "grammars.jsonl"), "grammars").equal
 
 
 @pytest.mark.model

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,8 +24,12 @@ from engine.core import (
     Request,
     SamplingParams,
 )
+from engine.core.record.courses import StepTimes
+from engine.core.record.desk import RecordOptions
+from engine.core.record.reading import read
 from engine.core.registry import make
-from engine.core.replay.own import RecordingCore, replay
+from engine.core.replay.log import Setup, replay
+from engine.core.replay.what_if import simulate
 from engine.plugins.executors.sim import SimExecutor
 from engine.testing import ScriptedModel, make_core
 
@@ -330,21 +333,25 @@ def test_forecasts_of_outputs_learn_nothing_from_those_that_have_none() -> None:
     core.close()
 
 
-@pytest.fixture(params=["unified", "radix"])
-def recorded(request: Any) -> Iterator[RecordingCore]:
-    core = make_core(executor=sim(), scheduler=request.param, core=RecordingCore, overlap=True, max_batch_tokens=9)
-    assert isinstance(core, RecordingCore)
-    yield core
-    core.close()
-
-
-def test_a_recording_with_them_replays(recorded: RecordingCore) -> None:
+@pytest.mark.parametrize("kvcache", KVCACHES)
+@pytest.mark.parametrize("scheduler", ["unified", "radix"])
+def test_a_recording_with_them_replays(scheduler: str, kvcache: str, tmp_path: Path) -> None:
+    core = make_core(
+        executor=sim(), scheduler=scheduler, kvcache=kvcache, overlap=True, max_batch_tokens=9,
+        record=RecordOptions(on=True),
+    )  # fmt: skip
     for prompt in PROMPTS:
-        recorded.add(prompt, pooling=MEAN)
-        recorded.add(prompt, SamplingParams(max_tokens=3))
-        recorded.add(prompt, pooling=Pooling())
-        recorded.step()
-    finish(recorded)
-    report = replay(json.loads(json.dumps(recorded.recording("pooled"))))
+        core.add(prompt, pooling=MEAN)
+        core.add(prompt, SamplingParams(max_tokens=3))
+        core.add(prompt, pooling=Pooling())
+        core.step()
+    finish(core)
+    core.record.write(tmp_path / "pooled.jsonl")
+    core.close()
+    log = read(tmp_path / "pooled.jsonl")
+    assert {add.pooling for add in log.adds.values()} == {"", "mean", "last"}
+    report = replay(log, "pooled")
     assert report.divergence is None
     assert report.steps > 10
+    simulated = simulate(log, Setup.of(log.header.config), StepTimes(constant=0.01))
+    assert simulated.ended == {"stop": 2 * len(PROMPTS), "length": len(PROMPTS)}

@@ -257,7 +257,7 @@ def test_times_of_requests_that_have_ended_are_not_kept() -> None:
     for _ in range(300):
         core.add([1], SamplingParams(max_tokens=1), deadline=1e6)
         finish(core)
-    assert len(core._timeouts._due) < 100
+    assert len(core.timeouts._due) < 100
     core.close()
 
 

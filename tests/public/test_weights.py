@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 
 from engine import LLM, AsyncEngine, ConfigError, EngineConfig, EngineError, ModelError, SamplingParams
 from engine.core import ModelInfo, Policy, Transfer, exchange
-from engine.core.replay import own
 from engine.testing import FaultyConnector, make_core
 
 Folders = dict[str, Path]
@@ -279,25 +277,6 @@ def test_plugins_are_told() -> None:
         core = make_core(executor=plain.core.executor, policies=[Listens()])
         assert heard == []
         assert [core.update_weights({"step": 1})] == heard
-
-
-def test_a_recording_holds_it() -> None:
-    """A replay decides the same: what was cached is forgotten at the same place."""
-    with LLM(executor="sim") as plain:
-        core = make_core(executor=plain.core.executor, core=own.RecordingCore)
-        for epoch in range(3):
-            for _ in range(2):
-                core.add(PROMPT, GREEDY)
-                core.step()
-                core.step()
-            core.update_weights({"epoch": epoch}, running="recompute" if epoch else "abort")
-        while core.has_work:
-            core.step()
-        recording = json.loads(json.dumps(core.recording("weights")))
-    assert sum("weights" in event for event in recording["events"]) == 3
-    report = own.replay(recording)
-    assert report.divergence is None
-    assert report.steps > 10
 
 
 # ---- through AsyncEngine

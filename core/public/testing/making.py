@@ -21,6 +21,7 @@ from engine.core.protocols import (
     Policy,
     Scheduler,
 )
+from engine.core.record.desk import RecordOptions
 from engine.core.registry import make
 from engine.testing.executors import ScriptedModel, ShadowExecutor
 
@@ -50,6 +51,7 @@ def make_core(
     grammar: str | GrammarCompiler | None = None,
     vocabulary: Vocabulary | Callable[[ModelInfo], Vocabulary] | None = None,
     grammar_seconds: float = 60.0,
+    record: RecordOptions | None = None,
 ) -> EngineCore:
     """An engine core around a scripted model, audited after every step. Plugins by name or as instances.
 
@@ -97,6 +99,7 @@ def make_core(
         grammar=compiler,
         vocabulary=(lambda: vocabulary(model) if callable(vocabulary) else vocabulary) if vocabulary else None,
         grammar_seconds=grammar_seconds,
+        record=record,
     )
 
 

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core import Connector, InvalidRequest, SamplingParams, TransferEvent, hookimpl
+from engine.core.record.desk import RecordOptions
+from engine.core.record.reading import read
 from engine.core.registry import make
-from engine.core.replay import own
-from engine.core.replay.own import RecordingCore
+from engine.core.replay.log import replay
 from engine.testing import make_core
 from engine.testing.bench import CacheBench
 from engine.testing.executors import ShadowExecutor
@@ -211,16 +212,17 @@ def test_one_that_runs_for_longer_keeps_its_pages(name):
 
 
 @pytest.mark.parametrize("name", CACHES)
-def test_a_recording_has_it(name):
+def test_a_recording_has_it(name, tmp_path):
     clock, prompt = Clock(), list(range(1, 34))
-    core = make_core(core=RecordingCore, kvcache=name, clock=clock, page_size=4)
+    core = make_core(record=RecordOptions(on=True), kvcache=name, clock=clock, page_size=4)
     found = []
     for clock.now in (0.0, 5.0, 12.0):
         found.append(cached(core, prompt, cache_ttl=6))
     assert found == [0, 32, 0]
-    report = own.replay(core.recording("ttl"))
-    assert (report.divergence, report.steps) == (None, 3)
+    core.record.write(tmp_path / "ttl.jsonl")
     core.close()
+    report = replay(read(tmp_path / "ttl.jsonl"), "ttl")
+    assert (report.divergence, report.steps) == (None, 3)
 
 
 @pytest.mark.parametrize("name", CACHES)

@@ -202,7 +202,7 @@ def test_soft_retention_keeps_the_marked_for_their_time(kvcache):
     clock = Clock()
     policy = make("policy", "soft-retention", {"budget": 0.3})
     policy.clock = clock
-    core = core_of(policy, kvcache=kvcache, num_pages=30)
+    core = core_of(policy, kvcache=kvcache, num_pages=30, clock=clock)
     finish(core, "marked", length=21, retain=1, retain_ttl=10)
     for number in range(20):
         finish(core, f"flood{number}", length=21, first=25 + 31 * number)

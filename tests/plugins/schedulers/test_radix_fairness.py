@@ -171,3 +171,18 @@ def test_the_last_one_that_finds_no_page_ends_with_a_reason():
         step(core)
     assert after.finish == "length"
     core.check()
+
+
+def test_depth_first_puts_those_that_read_no_cache_last():
+    core = make_core(scheduler="radix", kvcache="radix", scheduler_options={"policy": "dfs-weight"}, max_running=1)
+    core.add([1, 2, 3, 4, 5], SamplingParams(max_tokens=1))
+    while core.has_work:
+        core.step()
+    for name, reads in (("stranger", False), ("sibling", True), ("other", True)):
+        tokens = [9, 9, 9, 9, 9] if name == "other" else [1, 2, 3, 4, 5]
+        core.add(tokens, SamplingParams(max_tokens=1), request_id=name, read_cache=reads)
+    started = []
+    while core.has_work:
+        core.step()
+        started += [request.id for request in core.last_plan.admitted]
+    assert started == ["sibling", "other", "stranger"]

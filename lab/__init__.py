@@ -1,0 +1,54 @@
+"""The scheduling lab: what a decision changes, on hardware that one does not have.
+
+``simulate`` runs the real schedulers and caches on modelled time; see ``docs/lab.md``.
+"""
+
+from engine.lab.clock import SimulatedClock
+from engine.lab.cost import CostModel, Fitted, Roofline, load_fitted
+from engine.lab.executor import ModelledExecutor
+from engine.lab.fit import Measured, errors, fit
+from engine.lab.gpus import GPU, gpu
+from engine.lab.logs import fit_log, read_log, steps_of
+from engine.lab.measured import SLO, Timed
+from engine.lab.routers import Router
+from engine.lab.shapes import ModelShape, shape
+from engine.lab.simulation import Fleet, Results, Simulation, simulate
+from engine.lab.sources import Source, source, sources, workload
+from engine.lab.work import StepWork, work_of_plan
+from engine.lab.workload import Arrival, Piece, Workload, together
+
+__all__ = [
+    "GPU",
+    "SLO",
+    "Arrival",
+    "CostModel",
+    "Fitted",
+    "Fleet",
+    "Measured",
+    "ModelShape",
+    "ModelledExecutor",
+    "Piece",
+    "Results",
+    "Roofline",
+    "Router",
+    "SimulatedClock",
+    "Simulation",
+    "Source",
+    "StepWork",
+    "Timed",
+    "Workload",
+    "errors",
+    "fit",
+    "fit_log",
+    "gpu",
+    "load_fitted",
+    "read_log",
+    "shape",
+    "simulate",
+    "source",
+    "sources",
+    "steps_of",
+    "together",
+    "work_of_plan",
+    "workload",
+]

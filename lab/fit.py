@@ -1,0 +1,126 @@
+"""Fitting a cost model to steps that were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.core.errors import ConfigError
+from engine.lab.cost import FEATURES, Fitted
+from engine.lab.work import StepWork
+
+Floats = NDArray[np.float64]
+
+KNEES = (0, 4, 8, 16, 32, 64, 128, 256)  # tokens at which a device may turn from reading weights to computing
+LEAST = 16  # steps
+
+
+class Measured(NamedTuple):
+    """A step and the seconds that it took."""
+
+    work: StepWork
+    seconds: float
+
+
+class Errors(NamedTuple):
+    """How far a cost model is off over steps, in parts: mean and 99th percentile of the size of the error, and of all
+    steps together (above 0: it says too much)."""
+
+    mean: float
+    p99: float
+    total: float
+
+    def __str__(self) -> str:
+        return f"off by {self.mean:.1%} a step in the mean, p99 {self.p99:.1%}, all steps together {self.total:+.1%}"
+
+
+def fit(steps: Iterable[Measured], about: dict[str, Any] | None = None) -> Fitted:
+    """Non-negative weights of the features, so that the sum of squared errors in parts of the step is least.
+
+    In parts, so that short steps (decodes) count as much as long ones (prompts). Steps that took far more than others
+    of their kind, three times the first fit and more, were somebody else's (a busy machine): they are left out.
+
+    Raises:
+        ConfigError: fewer than 16 steps that computed something.
+    """
+    known = [step for step in steps if step.work.tokens and step.seconds > 0]
+    if len(known) < LEAST:
+        raise ConfigError(f"a cost cannot be fitted to {len(known)} steps: at least {LEAST} are needed")
+    first = _best(known)
+    kept = [step for step in known if step.seconds < 3 * first.seconds(step.work)]
+    best = _best(kept) if LEAST <= len(kept) < len(known) else first
+    found = errors(best, known)
+    return Fitted(
+        best.weights, best.knee,
+        {**(about or {}), "steps": len(known), "left_out": len(known) - len(kept),
+         "error_mean": found.mean, "error_p99": found.p99, "error_total": found.total},
+    )  # fmt: skip
+
+
+def errors(cost: Any, steps: Sequence[Measured]) -> Errors:
+    """How far a cost model is off on steps. Does not mutate."""
+    said = np.array([cost.seconds(step.work) for step in steps])
+    took = np.array([step.seconds for step in steps])
+    off = np.abs(said - took) / took
+    return Errors(float(off.mean()), float(np.percentile(off, 99)), float(said.sum() / took.sum() - 1))
+
+
+def _best(steps: Sequence[Measured]) -> Fitted:
+    """The best knee, and the weights for it."""
+    seconds = np.array([step.seconds for step in steps])
+    works = np.array([step.work for step in steps], np.float64)
+    found: list[tuple[float, int, Floats]] = []
+    for knee in KNEES:
+        columns = _columns(works, knee) / seconds[:, None]
+        weights = nnls(columns, np.ones(len(steps)))
+        found.append((float(((columns @ weights - 1) ** 2).sum()), knee, weights))
+    _, knee, weights = min(found, key=lambda one: one[0])
+    return Fitted({name: float(value) for name, value in zip(FEATURES, weights, strict=True) if value > 0}, knee)
+
+
+def _columns(works: Floats, knee: int) -> Floats:
+    """``[steps, features]``."""
+    tokens, prefill, decode, context, scores, samples = works.T
+    ones = np.ones(len(works))
+    return np.stack([ones, prefill, decode, context, scores, samples, np.maximum(0, tokens - knee)], axis=1)
+
+
+def nnls(a: Floats, b: Floats) -> Floats:
+    """The x without negative numbers for which ``|a x - b|`` is least; ``a`` is ``[m, n]``, ``b`` ``[m]``.
+
+    Source: the active-set algorithm of Lawson and Hanson (1974). Columns are scaled to length 1 first.
+    """
+    size = np.linalg.norm(a, axis=0)
+    size[size == 0] = 1.0
+    a = a / size
+    gram, target = a.T @ a, a.T @ b
+    x = np.zeros(a.shape[1])
+    active = np.zeros(a.shape[1], bool)
+    tolerance = 1e-10 * max(1.0, float(np.abs(target).max()))
+    for _ in range(30 * a.shape[1]):
+        gradient = target - gram @ x
+        gradient[active] = -np.inf
+        best = int(gradient.argmax())
+        if gradient[best] <= tolerance:
+            break
+        active[best] = True
+        while True:
+            trial = np.zeros_like(x)
+            places = np.flatnonzero(active)
+            trial[places] = np.linalg.lstsq(a[:, places], b, rcond=None)[0]
+            if trial[places].min() > 0:
+                break
+            bad = active & (trial <= 0)
+            step = float((x[bad] / np.maximum(x[bad] - trial[bad], 1e-300)).min())
+            x += step * (trial - x)
+            active &= x > 1e-14
+            x[~active] = 0.0
+            if not active.any():
+                trial = x
+                break
+        x = trial
+    found: Floats = x / size
+    return found
