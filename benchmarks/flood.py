@@ -173,7 +173,7 @@ async def objects(requests: int) -> dict[str, Any]:
     return {
         "requests": requests, "statuses": dict(statuses), "objects": sum(after.values()), "more_objects": more,
         "most_grown": dict(Counter(grown).most_common(8)),
-        "faults": [f"{more} objects more after {requests} requests"] if more > requests / 100 else [],
+        "faults": [f"{more} objects more after {requests} requests"] if more > 100 + requests / 100 else [],
     }  # fmt: skip
 
 

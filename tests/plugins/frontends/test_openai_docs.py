@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -125,7 +126,7 @@ def test_bounds_are_those_in_force(engine: AsyncEngine) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key", [None, "sesame"])
-def test_schemathesis_finds_nothing(start: Any, key: str | None) -> None:
+def test_schemathesis_finds_nothing(start: Any, tmp_path: Path, key: str | None) -> None:
     """Thousands of requests by the document, and beside it. It needs the command, here or where the variable says."""
     command = shutil.which(os.environ.get("SCHEMATHESIS", "schemathesis"))
     if command is None:
@@ -141,7 +142,7 @@ def test_schemathesis_finds_nothing(start: Any, key: str | None) -> None:
     done = subprocess.run(
         [command, "run", f"{server.url}/openapi.json", *headers, *checks, "--max-examples", "100",
          "--exclude-path", "/v1/cache/events", "--continue-on-failure"],
-        capture_output=True, text=True, timeout=3600,
+        capture_output=True, text=True, timeout=3600, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr
     assert server.idle()["engine_kv_pages_pinned"] == 0
