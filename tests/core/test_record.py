@@ -263,7 +263,7 @@ def test_what_json_has_no_place_for_spoils_no_log(tmp_path):
 
     core = make_core(record=ON, policies=[Mutters()])
     metadata = {"tenant": "\udfff", "\ud801": 1, "big": 2**70, "inf": float("inf"), "deep": {"a": object()}}
-    core.add([1, 2, 3], SamplingParams(max_tokens=2), metadata=metadata, adapter="\ud802")
+    core.add([1, 2, 3], SamplingParams(max_tokens=2), metadata=metadata)
     while core.has_work:
         core.step()
     log = written(core, tmp_path / "log.jsonl")
