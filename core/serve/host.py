@@ -265,7 +265,13 @@ class Host:
         except EngineError as error:
             return CacheAnswer(command.number, None, type(error).__name__, message=str(error))
 
+    def _hand_on(self) -> None:
+        """What came goes to the core, as far as its queue has room."""
+        for item, error in self._intake.pump():
+            self._emit(Refused(item.request_id, error.field, error.message, error.code))
+
     def _of_record(self, command: AskRecord) -> RecordAnswer:
+        self._hand_on()  # whoever asks about a request has submitted it before
         try:
             return RecordAnswer(command.number, self._core.record.ask(command.what, command.options))
         except EngineError as error:
@@ -282,8 +288,7 @@ class Host:
     def _advance(self) -> None:
         while (update := self._intake.raised()) is not None:
             self._update(update, "refuse")
-        for item, error in self._intake.pump():
-            self._emit(Refused(item.request_id, error.field, error.message, error.code))
+        self._hand_on()
         self.busy = self._core.has_work or len(self._intake) > 0
         if not self.busy:
             return

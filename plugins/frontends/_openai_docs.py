@@ -14,6 +14,7 @@ from pydantic.json_schema import models_json_schema
 from engine.core.protocols import Limits
 from engine.plugins.frontends import _openai_shapes as shapes
 from engine.plugins.frontends._cache_routes import BODIES as CACHE_BODIES
+from engine.plugins.frontends._debug_routes import BODIES as DEBUG_BODIES
 from engine.plugins.frontends._endpoints import PROMETHEUS
 from engine.plugins.frontends._openai_bounds import say_bounds
 from engine.plugins.frontends._openai_embeddings import EmbeddingRequest
@@ -75,6 +76,10 @@ STATUSES: dict[str, tuple[int, ...]] = {
     "/v1/cache/events": (400, 410, *ASKS),
     "/v1/cache/explain": (400, 413, *ASKS),
     "/v1/cache/flush": (400, 413, *ASKS),
+    "/debug/requests": ASKS,
+    "/debug/requests/{request_id}": (404, *ASKS),
+    "/debug/record": ASKS,
+    "/debug/record/log": ASKS,
 }
 """Beside 200 and 401. Other endpoints that take a body generate; the rest have no errors of their own."""
 
@@ -134,11 +139,12 @@ def _add_bodies(document: dict[str, Any], schemas: dict[str, Any], limits: Limit
         [(model, "validation") for model in dict.fromkeys(BODIES.values())],
         ref_template="#/components/schemas/{model}",
     )
-    _, of_cache = msgspec.json.schema_components(CACHE_BODIES.values(), ref_template="#/components/schemas/{name}")
+    structs = {**CACHE_BODIES, **DEBUG_BODIES}
+    _, of_structs = msgspec.json.schema_components(structs.values(), ref_template="#/components/schemas/{name}")
     schemas.update(found["$defs"])
-    schemas.update(of_cache)
+    schemas.update(of_structs)
     say_bounds(schemas, limits)
-    for path, name in {path: model.__name__ for path, model in {**BODIES, **CACHE_BODIES}.items()}.items():
+    for path, name in {path: model.__name__ for path, model in {**BODIES, **structs}.items()}.items():
         document["paths"][path]["post"]["requestBody"] = {
             "required": name != "FlushRequest",
             "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}},
@@ -156,10 +162,12 @@ def _responses(
         content = {EVENTS: {"schema": EVENT}}
     elif path in STREAMS:
         content[EVENTS] = {"schema": EVENT}
-    statuses = STATUSES.get(path, GENERATION if method == "post" else ())
+    statuses = {*STATUSES.get(path, GENERATION if method == "post" else ())}
+    if method == "post":
+        statuses |= {400, 413}
     failed = {"application/json": {"schema": error}}
     found = {"200": {"description": "as asked for", "content": content}}
-    for status in sorted({*statuses, *((401,) if guarded else ())}):
+    for status in sorted(statuses | ({401} if guarded else set())):
         found[str(status)] = {"description": WORDS[status], "content": failed}
     if path in HEALTH:
         found["503"] = {"description": "not ready: the state, and the cause", "content": content}

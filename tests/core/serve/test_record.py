@@ -16,6 +16,8 @@ from engine.core.record.story import find, tell
 from engine.core.replay.log import replay
 from engine.core.serve.client import Ask
 
+STOPS = tuple(range(0, 5000, 40))
+
 
 def config_of(**fields: object) -> EngineConfig:
     usual = {
@@ -31,9 +33,9 @@ async def client(engine: AsyncEngine, rng: random.Random, over: asyncio.Event) -
         tokens = [rng.randrange(6) * 50 + at for at in range(rng.choice((8, 30, 64, 90)))]
         tokens += [rng.randrange(5000) for _ in range(rng.randrange(1, 30))]
         ask = Ask(
-            tokens=tokens, params=SamplingParams(max_tokens=rng.randrange(1, 60), ignore_eos=rng.random() < 0.3),
+            tokens=tokens, params=SamplingParams(max_tokens=rng.randrange(1, 60), stop_token_ids=STOPS),
             priority=rng.choice((0, 0, 1, 20)), metadata={"tenant": rng.choice("abc")},
-            deadline=rng.choice((None, None, None, 0.02)), salt=rng.choice(("", "", "s")),
+            deadline=rng.choice((None, None, None, None, 0.0005)), salt=rng.choice(("", "", "s")),
         )  # fmt: skip
         group = engine.submit_many([ask])
         left = rng.randrange(2, 200)
@@ -80,8 +82,9 @@ def test_ten_thousand_steps_of_a_server_are_decided_equally(steps, scheduler, kv
     ends = [end.finish for end in log.ends.values()]
     for how in ("stop", "length", "abort", "timeout"):
         assert ends.count(how) > 5, how
-    assert sum(len(plan.preempted) for plan in log.plans) > 5
     assert sum(len(plan.partial) for plan in log.plans) > 50
+    if scheduler == "unified":
+        assert sum(len(plan.preempted) for plan in log.plans) > 5
     report = replay(log, "server")
     assert report.equal, "\n".join(report.divergence.lines())
     assert report.steps >= steps
