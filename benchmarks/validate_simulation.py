@@ -94,7 +94,7 @@ def wishes(name: str, seed: int, quick: bool) -> list[Wish]:
     scale = 0.25 if quick else 1.0
     if name not in OWN:
         rate, count = float(name), 12 if quick else 60
-        made = workload(f"poisson:rate={rate},requests={count},{SIZES}", seed)
+        made = workload(f"poisson:rate={rate},requests={count},{SIZES}", seed_of(seed, name))  # no prompt twice
         return [Wish(one.prompt, tokens_of(one.prompt, VOCAB, FIRST), one.output, one.at) for one in made]
     asked = asked_of(name, seed, scale)
     first, second = asked[0].prompt, asked[1].prompt
