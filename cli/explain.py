@@ -35,7 +35,7 @@ def explain(
 
 
 def _is_file(source: str) -> bool:
-    return "//" not in source and Path(source).exists()
+    return "//" not in source and (source.endswith((".jsonl", ".gz")) or Path(source).exists())
 
 
 def _from_server(request: str, url: str, api_key: str | None) -> list[dict[str, Any]]:

@@ -240,10 +240,10 @@ _decoder = msgspec.json.Decoder(AnyLine)
 
 
 def encode(line: Line) -> bytes:
-    """One line, without its end. Text and numbers that JSON has no place for are written out as text."""
+    """One line, without its end. Text that is no Unicode is escaped: policies may say anything."""
     try:
         return _encoder.encode(line)
-    except (UnicodeEncodeError, OverflowError):
+    except UnicodeEncodeError:
         return _encoder.encode(_speakable(msgspec.to_builtins(line, enc_hook=str)))
 
 
@@ -253,13 +253,9 @@ def decode(data: bytes | str) -> AnyLine:
 
 
 def _speakable(value: Any) -> Any:
-    """Plain values without lone surrogates and without numbers of more than 64 bits."""
+    """Plain values without lone surrogates."""
     if isinstance(value, dict):
         return {_speakable(key): _speakable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_speakable(item) for item in value]
-    if isinstance(value, str):
-        return value.encode("utf-8", "backslashreplace").decode()
-    if isinstance(value, int) and not -(2**63) <= value < 2**64:
-        return str(value)
-    return value
+    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value

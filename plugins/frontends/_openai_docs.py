@@ -10,6 +10,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
 from engine.plugins.frontends._cache_routes import BODIES as CACHE_BODIES
+from engine.plugins.frontends._debug_routes import BODIES as DEBUG_BODIES
 from engine.plugins.frontends._openai_fields import Body
 from engine.plugins.frontends._openai_responses import ResponsesRequest
 from engine.plugins.frontends._openai_schema import ChatRequest, CompletionRequest
@@ -36,9 +37,10 @@ def describe_bodies(app: FastAPI) -> None:
             ref_template="#/components/schemas/{model}",
         )
         document.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
-        _, of_cache = msgspec.json.schema_components(CACHE_BODIES.values(), ref_template="#/components/schemas/{name}")
-        document["components"]["schemas"].update(of_cache)
-        for path, name in {path: model.__name__ for path, model in {**BODIES, **CACHE_BODIES}.items()}.items():
+        structs = {**CACHE_BODIES, **DEBUG_BODIES}
+        _, of_structs = msgspec.json.schema_components(structs.values(), ref_template="#/components/schemas/{name}")
+        document["components"]["schemas"].update(of_structs)
+        for path, name in {path: model.__name__ for path, model in {**BODIES, **structs}.items()}.items():
             document["paths"][path]["post"]["requestBody"] = {
                 "required": name != "FlushRequest",
                 "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}},

@@ -70,7 +70,7 @@ def test_from_memory_and_from_a_log_it_is_the_same(overlap, tmp_path):
     core.record.write(tmp_path / "log.jsonl")
     log = read(tmp_path / "log.jsonl")
     reasons = set()
-    for add in log.adds.values():
+    for add in list(log.adds.values())[::3]:
         story = json.loads(json.dumps(tell(find(log, add.id))))
         assert json.loads(json.dumps(story_of(core, add.id))) == story
         assert story == json.loads(json.dumps(tell(find(log, str(add.n)))))
@@ -88,13 +88,13 @@ def test_from_memory_and_from_a_log_it_is_the_same(overlap, tmp_path):
 
 
 def test_what_is_torn_is_torn_in_memory_and_in_a_log(tmp_path):
-    core = busy_run(1200, record_mb=1)
+    core = busy_run(2000, record_mb=1)
     core.add(list(range(50)), SamplingParams(max_tokens=30), request_id="open")
     core.step()
     core.record.write(tmp_path / "log.jsonl")
     log = read(tmp_path / "log.jsonl")
     torn = 0
-    for add in log.adds.values():
+    for add in list(log.adds.values())[::3]:
         story = json.loads(json.dumps(tell(find(log, add.id))))
         torn += not story["began"]
         assert json.loads(json.dumps(story_of(core, add.id))) == story

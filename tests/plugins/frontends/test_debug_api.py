@@ -102,6 +102,13 @@ def test_the_log_is_downloaded_and_decided_anew(told, capsys, tmp_path):
     assert (code, "Is a directory" in err) == (2, True)
 
 
+def test_the_bodies_are_described(told):
+    document = told.http.get("/openapi.json").json()
+    body = document["paths"]["/debug/record"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert document["components"]["schemas"][body["$ref"].rpartition("/")[2]]["required"] == ["on"]
+    assert document["paths"]["/debug/requests/{request_id}"]["get"]["parameters"][0]["name"] == "request_id"
+
+
 def test_it_is_switched_while_the_server_runs(told, capsys):
     status = told.http.get("/debug/record").json()
     assert status["on"]
