@@ -3,19 +3,21 @@
 ``simulate`` runs the real schedulers and caches on modelled time; see ``docs/lab.md``.
 """
 
+from engine.lab.arrivals import Arrival, Piece, Workload, together
 from engine.lab.clock import SimulatedClock
 from engine.lab.cost import CostModel, Fitted, Roofline, load_fitted
 from engine.lab.executor import ModelledExecutor
-from engine.lab.fit import Measured, errors, fit
+from engine.lab.fitting import Measured, errors, fit
 from engine.lab.gpus import GPU, gpu
 from engine.lab.logs import fit_log, read_log, steps_of
 from engine.lab.measured import SLO, Timed
+from engine.lab.replica import Fleet
+from engine.lab.results import Results
 from engine.lab.routers import Router
 from engine.lab.shapes import ModelShape, shape
-from engine.lab.simulation import Fleet, Results, Simulation, simulate
-from engine.lab.sources import Source, source, sources, workload
+from engine.lab.simulation import Simulation, simulate
+from engine.lab.spelled import Source, source, sources, workload
 from engine.lab.work import StepWork, work_of_plan
-from engine.lab.workload import Arrival, Piece, Workload, together
 
 __all__ = [
     "GPU",

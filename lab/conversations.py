@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from engine.lab.arrivals import Arrival, Piece, Workload, seed_of
 from engine.lab.lengths import distribution, whole
-from engine.lab.sources import Source
-from engine.lab.workload import Arrival, Piece, Workload, seed_of
+from engine.lab.spelled import Source
 
 
 class Conversations(Source):

@@ -96,7 +96,7 @@ FEATURES = ("step", "prefill_tokens", "decode_rows", "context", "scores", "sampl
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """Seconds that each feature adds. Made by ``engine.lab.fit``.
+    """Seconds that each feature adds. Made by ``engine.lab.fitting``.
 
     Attributes:
         weights: feature -> seconds; those that are missing add nothing.

@@ -10,11 +10,11 @@ from engine.core.errors import ConfigError
 from engine.core.record.lines import Add, AnyLine, Commit, Fail, Plan
 from engine.core.record.pages import digests_of
 from engine.core.record.reading import DecisionLog, read
+from engine.lab.arrivals import Piece, seed_of
 from engine.lab.cost import Fitted
-from engine.lab.fit import Measured, fit
+from engine.lab.fitting import Measured, fit
 from engine.lab.traces import Line, Trace
 from engine.lab.work import StepWork, work_of
-from engine.lab.workload import Piece, seed_of
 
 PAUSE = 0.002  # seconds: a longer one between two steps was no part of either
 

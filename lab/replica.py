@@ -21,6 +21,31 @@ from engine.lab.handoff import Links, ModelledHandoff
 HANDOFF = "engine.lab.handoff:ModelledHandoff"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """The engines, all alike.
+
+    Args:
+        replicas: engines that answer.
+        prefill: engines that compute prompts and hand them over; 0: those that answer do it themselves.
+        router: who gets a request, on either side; see ``engine.lab.routers``.
+        link_gbps: gigabits a second that an engine sends KV with, and receives it with.
+        link_ms: latency of a transfer.
+    """
+
+    replicas: int = 1
+    prefill: int = 0
+    router: str = "round-robin"
+    link_gbps: float = 200.0
+    link_ms: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1 or self.prefill < 0:
+            raise ConfigError(f"a fleet of {self.replicas} engines and {self.prefill} for prompts")
+        if not (self.link_gbps > 0 and self.link_ms >= 0):
+            raise ConfigError(f"a link of {self.link_gbps:g} Gbit/s and {self.link_ms:g} ms")
+
+
 class Used(NamedTuple):
     """What an engine did: ``busy`` and ``seconds`` of the device and in all, tokens computed, rows of a step in the
     mean, pages in its pool, and counters of its core."""
@@ -93,8 +118,7 @@ def replica(
     config: EngineConfig, name: str, number: int, *, cost: CostModel | None, links: Links | None, registry: Registry
 ) -> Replica:
     """Build one. All that is chosen stays, but for the executor; with ``record_dir`` each engine's decision log is in a
-    folder of its own there. Policies are not timed: they are fast or slow on this
-    machine, not on the simulated one.
+    folder of its own there. Policies are not timed: they are fast or slow on this machine, not on the simulated one.
 
     Args:
         config: ``executor`` may bring options of ``ModelledExecutor``.

@@ -10,7 +10,7 @@ it is told then. Requests that come meanwhile are in the queue when the next tur
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -21,94 +21,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.core.config import EngineConfig
-from engine.core.errors import ConfigError, InvalidRequest, QueueFull
+from engine.core.errors import InvalidRequest, QueueFull
 from engine.core.plan import Delta
 from engine.core.registry import Registry
 from engine.core.request import Finish, Request, SamplingParams
+from engine.lab.arrivals import Arrival, Workload, tokens_of
 from engine.lab.cost import CostModel
 from engine.lab.handoff import SOURCE, Links
-from engine.lab.measured import SLO, Timed, summary, timed_gaps
-from engine.lab.replica import Replica, Used, replica
+from engine.lab.measured import Timed, timed_gaps
+from engine.lab.replica import Fleet, Replica, replica
+from engine.lab.results import Results
 from engine.lab.routers import Router, router
-from engine.lab.workload import Arrival, Workload, tokens_of
 
 ARRIVAL, TURN = 0, 1  # of events at one time, arrivals come first
 TELL_EVERY = 512  # events
 
 Progress = Callable[[int, int, float], None]
 """Told now and then: requests that have ended, all requests, simulated seconds."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fleet:
-    """The engines, all alike.
-
-    Args:
-        replicas: engines that answer.
-        prefill: engines that compute prompts and hand them over; 0: those that answer do it themselves.
-        router: who gets a request, on either side; see ``engine.lab.routers``.
-        link_gbps: gigabits a second that an engine sends KV with, and receives it with.
-        link_ms: latency of a transfer.
-    """
-
-    replicas: int = 1
-    prefill: int = 0
-    router: str = "round-robin"
-    link_gbps: float = 200.0
-    link_ms: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.replicas < 1 or self.prefill < 0:
-            raise ConfigError(f"a fleet of {self.replicas} engines and {self.prefill} for prompts")
-        if not (self.link_gbps > 0 and self.link_ms >= 0):
-            raise ConfigError(f"a link of {self.link_gbps:g} Gbit/s and {self.link_ms:g} ms")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Results:
-    """What came of a simulation.
-
-    Attributes:
-        requests: each once, in the order in which they ended.
-        gaps: times between tokens of all of them, in seconds.
-        seconds: simulated, from the first arrival to the last end.
-        engines: what each did.
-        wall, cpu: seconds that the simulation took.
-        about: what was simulated, as plain values.
-    """
-
-    workload: str
-    requests: Sequence[Timed]
-    gaps: NDArray[np.float32]
-    seconds: float
-    engines: Sequence[Used]
-    wall: float
-    cpu: float
-    about: dict[str, Any] = field(default_factory=dict)
-
-    def summary(self, slo: SLO | None = None) -> dict[str, Any]:
-        """All requests and engines together, as plain values."""
-        own = summary(self.requests, self.gaps, self.seconds, slo or SLO())
-        steps = sum(one.steps for one in self.engines)
-        lived = self.seconds * len(self.engines)
-        return {
-            **own,
-            "steps": steps,
-            "rows_a_step": sum(one.rows_a_step * one.steps for one in self.engines) / steps if steps else 0.0,
-            "busy_share": sum(one.busy for one in self.engines) / lived if lived else 0.0,
-            "recomputed_tokens": sum(one.recomputed_tokens for one in self.engines),
-        }
-
-    def plain(self, slo: SLO | None = None, *, each: bool = False) -> dict[str, Any]:
-        """All of it as plain values, for JSON. ``each``: every request, too."""
-        data: dict[str, Any] = {
-            "workload": self.workload, "about": self.about, "summary": self.summary(slo),
-            "engines": [one._asdict() for one in self.engines],
-            "simulation": {"wall_seconds": self.wall, "cpu_seconds": self.cpu},
-        }  # fmt: skip
-        if each:
-            data["requests"] = [asdict(one) for one in self.requests]
-        return data
 
 
 @dataclass(slots=True, eq=False)
@@ -152,6 +81,8 @@ class Simulation:
     ) -> None:
         self.workload, self.fleet = workload, fleet or Fleet()
         self._progress = progress
+        self._router = router(self.fleet.router, self.fleet.replicas)
+        self._prefill_router = router(self.fleet.router, self.fleet.prefill) if self.fleet.prefill else None
         self.replicas: list[Replica] = []
         self.prefills: list[Replica] = []
         try:
@@ -159,8 +90,6 @@ class Simulation:
         except BaseException:
             self._close()
             raise
-        self._router = router(self.fleet.router, len(self.replicas))
-        self._prefill_router = router(self.fleet.router, len(self.prefills)) if self.prefills else None
         self._vocab = self.replicas[0].core.limits.vocab_size
         self._events: list[tuple[float, int, int, Any]] = []
         self._numbers = 0
@@ -169,7 +98,7 @@ class Simulation:
         self._gaps: list[NDArray[np.float32]] = []
         self._followers: dict[str, list[Arrival]] = defaultdict(list)
         self._missing: dict[str, int] = {}  # request -> how many of those that it follows have not ended
-        self._kept: dict[str, list[int]] = {}  # tokens of those that somebody continues
+        self._kept: dict[str, list[int]] = {}  # tokens of those that somebody is going to continue
         self._last = 0.0
 
     def _build(self, config: EngineConfig, cost: CostModel | None, registry: Registry) -> None:
@@ -178,9 +107,9 @@ class Simulation:
             one = replica(config, f"prefill-{number}", number, cost=cost, links=None, registry=registry)
             self.prefills.append(one)
         if self.prefills:
-            page = self.prefills[0].core
-            links = Links(fleet.link_gbps * 1e9 / 8, fleet.link_ms / 1e3,
-                          page.model.kv_bytes_per_token * page.limits.page_size)  # fmt: skip
+            core = self.prefills[0].core
+            page_bytes = core.model.kv_bytes_per_token * core.limits.page_size
+            links = Links(fleet.link_gbps * 1e9 / 8, fleet.link_ms / 1e3, page_bytes)
         kind = "decode" if self.prefills else "engine"
         for number in range(fleet.replicas):
             one = replica(config, f"{kind}-{number}", number, cost=cost, links=links, registry=registry)
@@ -227,7 +156,7 @@ class Simulation:
             else:
                 self._numbers += 1
                 self._events.append((one.at, ARRIVAL, self._numbers, one))
-        self._continued = {one.continues for one in self.workload if one.continues}
+        self._continued = Counter(one.continues for one in self.workload if one.continues)
         heapify(self._events)
 
     def _push(self, when: float, kind: int, what: Any) -> None:
@@ -265,12 +194,17 @@ class Simulation:
     # ---- requests
 
     def _arrive(self, arrival: Arrival, now: float) -> None:
-        before = self._kept.get(arrival.continues, [])
+        before = self._take(arrival.continues) if arrival.continues else []
         opened = _Open(arrival, now, before + tokens_of(arrival.prompt, self._vocab))
         if self._prefill_router is None:
             self._submit(opened, self._router, self.replicas, now)
         else:
             self._submit(opened, self._prefill_router, self.prefills, now)
+
+    def _take(self, name: str) -> list[int]:
+        """Tokens of a request that one continues; the last one to do so takes them away."""
+        self._continued[name] -= 1
+        return self._kept[name] if self._continued[name] else self._kept.pop(name)
 
     def _submit(self, opened: _Open, side: Router, among: Sequence[Replica], now: float) -> None:
         """Give a request, or its prompt alone, to an engine of a side."""
@@ -364,7 +298,7 @@ class Simulation:
         )
         self._last = max(self._last, now)
         well = finish in (Finish.LENGTH, Finish.STOP)
-        if well and arrival.id in self._continued:
+        if well and self._continued[arrival.id]:
             assert request is not None
             self._kept[arrival.id] = request.tokens
         for follower in self._followers.pop(arrival.id, ()):

@@ -11,9 +11,9 @@ from typing import ClassVar
 from pydantic import Field
 
 from engine.core.errors import ConfigError
+from engine.lab.arrivals import Arrival, Piece, Workload, seed_of
 from engine.lab.lengths import distribution, whole
-from engine.lab.sources import Source
-from engine.lab.workload import Arrival, Piece, Workload, seed_of
+from engine.lab.spelled import Source
 
 REQUESTS = 1000  # where neither a number nor a time is given
 

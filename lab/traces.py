@@ -14,8 +14,8 @@ from typing import ClassVar, NamedTuple
 from pydantic import Field
 
 from engine.core.errors import ConfigError
-from engine.lab.sources import Source
-from engine.lab.workload import Arrival, Piece, Workload, seed_of
+from engine.lab.arrivals import Arrival, Piece, Workload, seed_of
+from engine.lab.spelled import Source
 
 MOONCAKE_BLOCK = 512
 

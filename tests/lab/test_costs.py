@@ -12,7 +12,7 @@ from engine.core import ConfigError, EngineConfig, ModelError, SamplingParams, a
 from engine.lab import Fitted, Measured, Roofline, StepWork, errors, fit, gpu, load_fitted, shape
 from engine.lab.clock import SimulatedClock
 from engine.lab.executor import WHERE
-from engine.lab.fit import nnls
+from engine.lab.fitting import nnls
 from engine.lab.shapes import of_config
 from engine.lab.work import work_of
 

@@ -10,8 +10,8 @@ import pytest
 
 from engine.core import ConfigError, EngineConfig, SamplingParams, assemble
 from engine.lab import SLO, Arrival, Fleet, Piece, Simulation, Workload, simulate, workload
+from engine.lab.arrivals import tokens_of
 from engine.lab.measured import Timed, percentile, timed_gaps, write_csv
-from engine.lab.workload import tokens_of
 
 PAIRS = [("unified", "paged"), ("radix", "radix"), ("unified", "radix"), ("radix", "paged")]
 MIXED = "bursts:rate=30,requests=60,prompt=lognormal:120:1:900,output=exp:20:80,prefix=48,prefixes=3"

@@ -10,7 +10,7 @@ import pytest
 
 from engine.core import ConfigError
 from engine.lab import Arrival, Piece, Workload, source, sources, together, workload
-from engine.lab.workload import tokens_of
+from engine.lab.arrivals import tokens_of
 
 EXAMPLES = (
     "poisson:rate=5,requests=400",

@@ -16,6 +16,7 @@ Floats = NDArray[np.float64]
 
 KNEES = (0, 4, 8, 16, 32, 64, 128, 256)  # tokens at which a device may turn from reading weights to computing
 LEAST = 16  # steps
+ROUNDS = 4
 
 
 class Measured(NamedTuple):
@@ -69,15 +70,22 @@ def errors(cost: Any, steps: Sequence[Measured]) -> Errors:
 
 
 def _best(steps: Sequence[Measured]) -> Fitted:
-    """The best knee, and the weights for it."""
+    """The best knee, and the weights for it.
+
+    Errors are in parts of what the fit before said of the step, the first time of what it took: in parts of what they
+    took, steps that chance made longer would count less than those that it made shorter.
+    """
     seconds = np.array([step.seconds for step in steps])
     works = np.array([step.work for step in steps], np.float64)
-    found: list[tuple[float, int, Floats]] = []
-    for knee in KNEES:
-        columns = _columns(works, knee) / seconds[:, None]
-        weights = nnls(columns, np.ones(len(steps)))
-        found.append((float(((columns @ weights - 1) ** 2).sum()), knee, weights))
-    _, knee, weights = min(found, key=lambda one: one[0])
+    size, knee, weights = seconds, 0, np.zeros(len(FEATURES))
+    for _ in range(ROUNDS):
+        found: list[tuple[float, int, Floats]] = []
+        for knee in KNEES:
+            columns = _columns(works, knee) / size[:, None]
+            weights = nnls(columns, seconds / size)
+            found.append((float(((columns @ weights - seconds / size) ** 2).sum()), knee, weights))
+        _, knee, weights = min(found, key=lambda one: one[0])
+        size = np.maximum(_columns(works, knee) @ weights, 1e-9)
     return Fitted({name: float(value) for name, value in zip(FEATURES, weights, strict=True) if value > 0}, knee)
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from engine.core.errors import ConfigError
-from engine.lab.workload import Workload
+from engine.lab.arrivals import Workload
 
 
 class Source(BaseModel, ABC):

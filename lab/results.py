@@ -1,0 +1,60 @@
+"""What came of a simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.lab.measured import SLO, Timed, summary
+from engine.lab.replica import Used
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """What came of a simulation.
+
+    Attributes:
+        requests: each once, in the order in which they ended.
+        gaps: times between tokens of all of them, in seconds.
+        seconds: simulated, from the first arrival to the last end.
+        engines: what each did.
+        wall, cpu: seconds that the simulation took.
+        about: what was simulated, as plain values.
+    """
+
+    workload: str
+    requests: Sequence[Timed]
+    gaps: NDArray[np.float32]
+    seconds: float
+    engines: Sequence[Used]
+    wall: float
+    cpu: float
+    about: dict[str, Any] = field(default_factory=dict)
+
+    def summary(self, slo: SLO | None = None) -> dict[str, Any]:
+        """All requests and engines together, as plain values."""
+        own = summary(self.requests, self.gaps, self.seconds, slo or SLO())
+        steps = sum(one.steps for one in self.engines)
+        lived = self.seconds * len(self.engines)
+        return {
+            **own,
+            "steps": steps,
+            "rows_a_step": sum(one.rows_a_step * one.steps for one in self.engines) / steps if steps else 0.0,
+            "busy_share": sum(one.busy for one in self.engines) / lived if lived else 0.0,
+            "recomputed_tokens": sum(one.recomputed_tokens for one in self.engines),
+        }
+
+    def plain(self, slo: SLO | None = None, *, each: bool = False) -> dict[str, Any]:
+        """All of it as plain values, for JSON. ``each``: every request, too."""
+        data: dict[str, Any] = {
+            "workload": self.workload, "about": self.about, "summary": self.summary(slo),
+            "engines": [one._asdict() for one in self.engines],
+            "simulation": {"wall_seconds": self.wall, "cpu_seconds": self.cpu},
+        }  # fmt: skip
+        if each:
+            data["requests"] = [asdict(one) for one in self.requests]
+        return data
