@@ -15,6 +15,7 @@ from engine.core.serve.streams import Stream
 from engine.core.serve.times import Tenants, Times
 
 NAMES = 8192  # callers' ids that are remembered
+NAMES_EACH = 128  # requests under one of them that are, the newest
 
 
 class Ledger:
@@ -34,7 +35,7 @@ class Ledger:
         self.waiting_tokens = 0  # prompt tokens of requests that have brought nothing yet
         self.ends = Ends()
         self._waiting: dict[str, int] = {}
-        self._names: dict[str, list[str]] = {}  # of callers, the oldest first -> the engine's
+        self._names: dict[str, tuple[str, ...]] = {}  # of callers, the oldest first -> the engine's
         self._clock = clock
         self.accepted = 0
         self.ended: Counter[str] = Counter({reason.value: 0 for reason in Finish})
@@ -52,7 +53,8 @@ class Ledger:
         self.waiting_tokens += stream.num_prompt
         self.accepted += 1
         if stream.external_id is not None:
-            self._names.setdefault(stream.external_id, []).append(stream.request_id)
+            known = self._names.get(stream.external_id, ())
+            self._names[stream.external_id] = (*known[1 - NAMES_EACH :], stream.request_id)
             if len(self._names) > NAMES:
                 del self._names[next(iter(self._names))]
         stream.course.accepted = self._clock()

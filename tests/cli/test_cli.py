@@ -85,7 +85,7 @@ def test_plugin_options_among_the_arguments(arguments: list[str], plain: list[st
         (["serve", "--model", "./nowhere.gguf"], "nowhere.gguf"),
         (["serve", "--executor", "sim", "--policy", "nobody"], "unknown policy 'nobody'"),
         (["serve", "--frontend", "opnai"], "did you mean 'openai'?"),
-        (["serve", "--frontend.max-body", "1"], "did you mean 'max_body_bytes'?"),
+        (["serve", "--frontend.max-body-byte", "1"], "did you mean 'max_body_bytes'?"),
         (["serve", "--executor", "no.such:Thing"], "no.such"),
         (["serve", "--executor", "sim", "--host", "256.0.0.1"], "cannot listen on 256.0.0.1:8000"),
         (["generate", "hi", "--executor", "sim", "--raw", "--max-tokens", "0"], "max_tokens"),

@@ -23,7 +23,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"shortest-first": "policy", "generations": "kvcache"}
-PRODUCT = ("core", "plugins", "proxy", "cli", "pyproject.toml", "README.md", "LICENSE")
+PRODUCT = ("core", "plugins", "proxy", "lab", "cli", "pyproject.toml", "README.md", "LICENSE")
 SYSTEM = "You are a helpful assistant. " * 4
 
 

@@ -121,7 +121,6 @@ def test_the_cache_is_read_for_the_last_state_alone(server: Any) -> None:
         ({"input": [1], "pooling": "max"}, "pooling", "mean"),
         ({"input": [1], "normalize": 1}, "normalize", "boolean"),
         ({"input": [1], "deadline_ms": 0}, "deadline_ms", "greater"),
-        ({"input": [1], "cache": {"ttl": 5}}, "cache.ttl", "not supported"),
         ({"input": [1], "imput": [1]}, "imput", "unknown field; did you mean 'input'"),
         ({"input": [1], "temperature": 1.0}, "temperature", "unknown field"),
         ({"input": [1], "stream": True}, "stream", "unknown field"),
