@@ -143,9 +143,7 @@ def _logprobs(answer: Outcome, plan: Plan) -> None:
 
 def _pooled(answer: Outcome, plan: Plan, width: int) -> None:
     for row in plan.pooled:
-        request, upto = plan.requests[row], plan.starts[row] + plan.counts[row]
-        assert request.pooling is not None
-        expected = request.pooling.expects(upto, request.num_prompt)
+        expected = bool(plan.pooled_positions(row))
         if expected != (row in answer.pooled) and row not in answer.errors:
             raise Nonsense(f"{'no' if expected else 'a'} vector for row {row}")
     for row, vector in answer.pooled.items():

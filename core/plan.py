@@ -148,6 +148,12 @@ class Plan:
         limit = min(len(first), min(self.starts) // self.page_size)
         return next((at for at in range(limit) if first[at] != last[at]), limit)
 
+    def pooled_positions(self, row: int) -> range:
+        """Positions of the sequence whose hidden states a row in ``pooled`` brings the sum of: maybe none."""
+        request, start = self.requests[row], self.starts[row]
+        assert request.pooling is not None
+        return request.pooling.positions(start, start + self.counts[row], request.num_prompt)
+
     @property
     def total_tokens(self) -> int:
         """Tokens computed by the step."""

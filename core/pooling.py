@@ -41,9 +41,11 @@ class Pooling:
         """Whether a cached prefix can be used: none of its states is needed."""
         return self.kind == "last"
 
-    def expects(self, upto: int, num_prompt: int) -> bool:
-        """Whether a row that computes the prompt up to ``upto`` tokens brings something."""
-        return self.kind == "mean" or upto == num_prompt
+    def positions(self, start: int, upto: int, num_prompt: int) -> range:
+        """Whose states a row brings the sum of that computes the prompt from ``start`` up to ``upto``: maybe none."""
+        if self.kind == "mean":
+            return range(start, upto)
+        return range(upto - 1, upto) if upto == num_prompt else range(0)
 
     def answer(self, total: Total, num_prompt: int) -> bytes:
         """The vector that ``total``, the sum of what all rows brought, comes to: float32, little-endian."""

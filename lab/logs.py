@@ -85,12 +85,7 @@ class _Works:
         elif isinstance(line, Fail):
             self._open.clear()
         elif isinstance(line, Plan) and line.rows:
-            self._at.update(line.admitted)
-            assert not isinstance(line.counts, int), "a log's plans are spelled out"
-            starts = [self._at.get(n, 0) for n in line.rows]
-            for n, start, count in zip(line.rows, starts, line.counts, strict=True):
-                self._at[n] = start + count
-            work = work_of(starts, line.counts, len(line.rows) - len(line.partial))
+            work = work_of(line.begin(self._at), line.each, len(line.rows) - len(line.partial))
             if not line.drafts:
                 self._open[line.step] = work, line
 

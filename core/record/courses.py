@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from engine.core.least_squares import nnls
 from engine.core.record.lines import Commit, End, Fail, Plan
 from engine.core.record.reading import DecisionLog
 
@@ -50,24 +51,13 @@ def timed(log: DecisionLog) -> Iterator[Timed]:
                 if plan.rows:
                     seconds = max(0.0, line.t - max(plan.t + plan.s, before))
                     overhead = gap + plan.s + line.s
-                    yield Timed(plan.step, len(plan.rows), sum(_counts(plan)), context, seconds, overhead)
+                    yield Timed(plan.step, len(plan.rows), sum(plan.each), context, seconds, overhead)
                 before, ended = line.t, line.t + line.s if plan.rows else math.inf
-
-
-def _counts(plan: Plan) -> list[int]:
-    return plan.counts if isinstance(plan.counts, list) else [plan.counts] * len(plan.rows or ())
 
 
 def _context(plan: Plan, places: dict[int, int]) -> int:
     """Tokens that the rows of a plan attend to. Mutates where each request is."""
-    for n in plan.preempted:
-        places.pop(n, None)
-    places.update(plan.admitted)
-    total = 0
-    for n, count in zip(plan.rows or (), _counts(plan), strict=True):
-        places[n] = end = places.get(n, 0) + count
-        total += end
-    return total
+    return sum(plan.begin(places)) + sum(plan.each)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +84,7 @@ class StepTimes:
         steps = sorted(steps, key=lambda step: step.seconds)[: math.ceil(len(steps) * (1 - OUTLIERS))]
         seconds = np.array([step.seconds for step in steps])
         parts = np.array([(1.0, step.rows, step.tokens, step.context) for step in steps])
-        chosen = list(range(parts.shape[1]))
-        while True:
-            found, *_ = np.linalg.lstsq(parts[:, chosen], seconds, rcond=None)
-            if found.min() >= 0 or len(chosen) == 1:
-                break
-            del chosen[int(found.argmin())]
-        values = np.zeros(parts.shape[1])
-        values[chosen] = np.maximum(found, 0.0)
+        values = nnls(parts, seconds)
         overhead = float(np.median([step.overhead for step in steps]))
         error = float(np.abs(parts @ values - seconds).sum() / max(seconds.sum(), 1e-12))
         constant, row, token, context = map(float, values)
@@ -191,8 +174,8 @@ def totals_of(log: DecisionLog) -> dict[str, int]:
             preempted += len(line.preempted)
             cached += sum(max(0, hit) for _, hit in line.admitted)
             evicted += line.evicted
-            computed += sum(_counts(line))
-            _context(line, places)
+            computed += sum(line.each)
+            line.begin(places)
     return {
         "recomputed_tokens": recomputed,
         "cached_tokens": cached,

@@ -139,6 +139,22 @@ class Plan(Line, tag="plan"):
     available: int = 0
     mode: str = "mixed"
 
+    @property
+    def each(self) -> list[int]:
+        """``counts``, one number a row."""
+        return [self.counts] * len(self.rows or ()) if isinstance(self.counts, int) else self.counts
+
+    def begin(self, places: dict[int, int]) -> list[int]:
+        """Where each row begins. ``places`` says how many tokens of each request are computed: before the plan when
+        this is called, and after it when it returns. Mutates ``places``."""
+        for n in self.preempted:
+            places.pop(n, None)
+        places.update(self.admitted)
+        rows = self.rows or []
+        starts = [places.get(n, 0) for n in rows]
+        places.update((n, start + count) for n, start, count in zip(rows, starts, self.each, strict=True))
+        return starts
+
 
 class Commit(Line, tag="commit"):
     """The outcome of a step was applied.

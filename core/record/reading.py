@@ -138,9 +138,7 @@ def spelled_out(lines: Iterable[AnyLine]) -> Iterator[AnyLine]:
 def _whole(plan: Plan, before: Plan) -> Plan:
     if plan.rows is None:
         return _again(before, plan.step, plan.t, plan.s, plan.available, plan.evicted)
-    if isinstance(plan.counts, int):
-        return msgspec.structs.replace(plan, counts=[plan.counts] * len(plan.rows))
-    return plan
+    return msgspec.structs.replace(plan, counts=plan.each) if isinstance(plan.counts, int) else plan
 
 
 def _again(before: Plan, step: int, t: float, s: float, available: int, evicted: int) -> Plan:

@@ -166,8 +166,7 @@ class Teller:
             self.hits.append({"step": plan.step, "t": plan.t, "tokens": self.place})
         rows = plan.rows or []
         if self.n in rows:
-            counts = plan.counts
-            self._computed(plan, counts if isinstance(counts, int) else counts[rows.index(self.n)])
+            self._computed(plan, plan.each[rows.index(self.n)])
         elif (why := self._why(plan, waits)) is not None:
             self._waited(plan, *why)
 
@@ -178,8 +177,7 @@ class Teller:
             return waits[self.n]
         if self.state == "waiting":
             return plan.rest, ""
-        counts = plan.counts if isinstance(plan.counts, list) else [plan.counts] * len(plan.rows or ())
-        if sum(counts) >= self.budget:
+        if sum(plan.each) >= self.budget:
             return Why.TOKEN_BUDGET.value, ""
         return (Why.PREEMPTION.value, "") if plan.preempted else None
 

@@ -150,12 +150,7 @@ _PARAMS = frozenset(PARAMS)
 
 def some_vectors(plan: Planned) -> dict[int, Vector]:
     """By row, what is expected of those that pool: it decides nothing, and is not recorded."""
-    found: dict[int, Vector] = {}
-    for row in plan.pooled:
-        request, upto = plan.requests[row], plan.starts[row] + plan.counts[row]
-        if request.pooling is not None and request.pooling.expects(upto, request.num_prompt):
-            found[row] = np.zeros(1, np.float32)
-    return found
+    return {row: np.zeros(1, np.float32) for row in plan.pooled if plan.pooled_positions(row)}
 
 
 class Parted(Exception):
@@ -236,8 +231,7 @@ class Stage:
     def _compared(self, line: Plan) -> dict[str, Any]:
         """A plan as it is compared. Rows with their counts; as a set where only the work is compared."""
         values = msgspec.structs.asdict(line)
-        rows, counts = line.rows or [], line.counts
-        pairs = list(zip(rows, [counts] * len(rows) if isinstance(counts, int) else counts, strict=True))
+        pairs = list(zip(line.rows or [], line.each, strict=True))
         values["rows"] = pairs if self._fields is None else sorted(pairs)
         for name in ("t", "s", "counts"):
             del values[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -38,20 +39,15 @@ NOTHING = States([], [])
 
 
 def wanted_states(plan: Plan) -> States:
-    """Those of all positions that a row with ``mean`` pooling computes, of the prompt's last one for ``last``."""
+    """Those of the positions that ``Plan.pooled_positions`` names, row after row."""
     if not plan.pooled:
         return NOTHING
-    states, ends, end = States([], []), [], 0
-    for count in plan.counts:
-        end += count
-        ends.append(end)
+    states, firsts = States([], []), [0, *accumulate(plan.counts)]
     for row in plan.pooled:
-        request, count = plan.requests[row], plan.counts[row]
-        assert request.pooling is not None
-        if request.pooling.expects(plan.starts[row] + count, request.num_prompt):
-            first = len(states.places)
-            states.places.extend(range(ends[row] - (count if request.pooling.kind == "mean" else 1), ends[row]))
-            states.spans.append(Span(row, first, len(states.places)))
+        if positions := plan.pooled_positions(row):
+            before, shift = len(states.places), firsts[row] - plan.starts[row]
+            states.places.extend(at + shift for at in positions)
+            states.spans.append(Span(row, before, len(states.places)))
     return states
 
 

@@ -156,14 +156,10 @@ class SimExecutor(Executor):
         width, twist = self.options.hidden_size, self._twist
         found: dict[int, Vector] = {}
         for row in plan.pooled:
-            request, first = plan.requests[row], plan.starts[row]
-            upto = first + plan.counts[row]
-            assert request.pooling is not None
-            if not request.pooling.expects(upto, request.num_prompt):
-                continue
-            first = first if request.pooling.kind == "mean" else upto - 1
-            states = [_state(request.tokens[0], request.tokens[at], at, twist, width) for at in range(first, upto)]
-            found[row] = np.sum(states, axis=0, dtype=np.float32)
+            tokens = plan.requests[row].tokens
+            states = [_state(tokens[0], tokens[at], at, twist, width) for at in plan.pooled_positions(row)]
+            if states:
+                found[row] = np.sum(states, axis=0, dtype=np.float32)
         return found
 
     @staticmethod

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from engine.core import ConfigError, EngineConfig, ModelError, SamplingParams, assemble
+from engine.core.least_squares import nnls
 from engine.lab import Fitted, Measured, Roofline, StepWork, errors, fit, gpu, load_fitted, shape
 from engine.lab.clock import SimulatedClock
 from engine.lab.executor import WHERE
-from engine.lab.fitting import nnls
 from engine.lab.shapes import of_config
 from engine.lab.work import work_of
 
