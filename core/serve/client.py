@@ -25,13 +25,11 @@ from engine.core.serve.link import Link
 from engine.core.serve.messages import (
     Abort,
     Add,
-    AskCache,
-    AskRecord,
+    AskDesk,
     AskStats,
-    CacheAnswer,
+    DeskAnswer,
     Event,
     Outputs,
-    RecordAnswer,
     Refused,
     Stats,
     Submit,
@@ -48,7 +46,7 @@ from engine.core.weights import NewWeights, WhileOpen
 if TYPE_CHECKING:
     from engine.core.models.tokenizer import Tokenizer
 
-Question = type[AskStats] | type[AskCache] | type[AskRecord] | type[UpdateWeights]
+Question = type[AskStats] | type[AskDesk] | type[UpdateWeights]
 STATS_SECONDS = 10.0  # a long step answers when it ends
 LONG_TEXT = 4096  # characters; longer text is tokenised in a thread, so that the event loop stays quick
 
@@ -345,19 +343,11 @@ class AsyncEngine:
 
     async def ask_cache(self, what: str, **options: Any) -> dict[str, Any]:
         """``CacheDesk.ask``, between two steps. Raises as it does, and as ``stats``."""
-        answer: CacheAnswer = await self._ask_soon(AskCache, what, options)
-        if answer.value is None:
-            if answer.kind == "InvalidRequest":
-                raise InvalidRequest(answer.field, answer.message)
-            raise _told(answer)
-        return answer.value
+        return await self._ask_desk("cache", what, options)
 
     async def ask_record(self, what: str, **options: Any) -> dict[str, Any]:
         """``RecordDesk.ask``, between two steps. Raises as it does, and as ``stats``."""
-        answer: RecordAnswer = await self._ask_soon(AskRecord, what, options)
-        if answer.value is None:
-            raise _told(answer)
-        return answer.value
+        return await self._ask_desk("record", what, options)
 
     async def update_weights(
         self, weights: NewWeights, *, running: WhileOpen = "refuse", version: str | None = None
@@ -384,6 +374,14 @@ class AsyncEngine:
         return answer.model
 
     # ---- inside
+
+    async def _ask_desk(self, desk: str, what: str, options: Mapping[str, Any]) -> dict[str, Any]:
+        answer: DeskAnswer = await self._ask_soon(AskDesk, desk, what, options)
+        if answer.value is None:
+            if answer.kind == "InvalidRequest":
+                raise InvalidRequest(answer.field, answer.message)
+            raise _told(answer)
+        return answer.value
 
     async def _ask_soon(self, question: Question, *fields: Any) -> Any:
         """``_ask`` what is answered between two steps. Raises ``EngineError`` where a step takes too long."""
@@ -477,9 +475,7 @@ class AsyncEngine:
                 self.ledger.started(started)
                 for abort in self.ledger.deliver(deltas):
                     self._link.send(abort)
-            case (
-                Stats(number=number) | CacheAnswer(number=number) | RecordAnswer(number=number) | Updated(number=number)
-            ):
+            case Stats(number=number) | DeskAnswer(number=number) | Updated(number=number):
                 self._answer(number, event)
             case Refused(request_id=request_id):
                 if (stream := self.ledger.open.get(request_id)) is not None:
@@ -499,7 +495,7 @@ class AsyncEngine:
                 future.set_exception(EngineDead(words))
 
 
-def _told(answer: CacheAnswer | RecordAnswer | Updated) -> EngineError:
+def _told(answer: DeskAnswer | Updated) -> EngineError:
     """The error that the core answered with."""
     kind: type[EngineError] = getattr(errors, answer.kind, EngineError)
     return kind(answer.message)

@@ -15,14 +15,12 @@ from engine.core.request import Finish, Request, SamplingParams
 from engine.core.serve.messages import (
     Abort,
     Add,
-    AskCache,
-    AskRecord,
+    AskDesk,
     AskStats,
-    CacheAnswer,
     Command,
+    DeskAnswer,
     Event,
     Outputs,
-    RecordAnswer,
     Refused,
     Shutdown,
     Stats,
@@ -248,34 +246,28 @@ class Host:
                         self._core.abort(request_id, finish, detail)
             case AskStats(number=number):
                 self._emit(Stats(number, self._stats(), self._meter.histograms(), self._waits()))
-            case AskCache():
-                self._emit(self._of_cache(command))
-            case AskRecord():
-                self._emit(self._of_record(command))
+            case AskDesk():
+                self._emit(self._of_desk(command))
             case UpdateWeights(running="finish"):
                 self._intake.bar(command)
             case UpdateWeights():
                 self._update(command, command.running)
 
-    def _of_cache(self, command: AskCache) -> CacheAnswer:
+    def _of_desk(self, command: AskDesk) -> DeskAnswer:
+        if command.desk == "record":
+            self._hand_on()  # whoever asks about a request has submitted it before
+        desk = self._core.record if command.desk == "record" else self._core.cache
         try:
-            return CacheAnswer(command.number, self._core.cache.ask(command.what, command.options))
+            return DeskAnswer(command.number, desk.ask(command.what, command.options))
         except InvalidRequest as error:
-            return CacheAnswer(command.number, None, "InvalidRequest", error.field, error.message)
+            return DeskAnswer(command.number, None, "InvalidRequest", error.field, error.message)
         except EngineError as error:
-            return CacheAnswer(command.number, None, type(error).__name__, message=str(error))
+            return DeskAnswer(command.number, None, type(error).__name__, message=str(error))
 
     def _hand_on(self) -> None:
         """What came goes to the core, as far as its queue has room."""
         for item, error in self._intake.pump():
             self._emit(Refused(item.request_id, error.field, error.message, error.code))
-
-    def _of_record(self, command: AskRecord) -> RecordAnswer:
-        self._hand_on()  # whoever asks about a request has submitted it before
-        try:
-            return RecordAnswer(command.number, self._core.record.ask(command.what, command.options))
-        except EngineError as error:
-            return RecordAnswer(command.number, None, type(error).__name__, str(error))
 
     def _update(self, command: UpdateWeights, running: str) -> None:
         try:

@@ -6,7 +6,7 @@ Commands go to the core, events come from it. Between processes they travel as m
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -64,18 +64,11 @@ class UpdateWeights(msgspec.Struct, frozen=True, tag=True):
     version: str | None = None
 
 
-class AskCache(msgspec.Struct, frozen=True, tag=True):
-    """``CacheDesk.ask``, between two steps. Answered with ``CacheAnswer`` of the same number."""
+class AskDesk(msgspec.Struct, frozen=True, tag=True):
+    """``CacheDesk.ask`` or ``RecordDesk.ask``, between two steps. Answered with ``DeskAnswer`` of the same number."""
 
     number: int
-    what: str
-    options: dict[str, Any]
-
-
-class AskRecord(msgspec.Struct, frozen=True, tag=True):
-    """``RecordDesk.ask``, between two steps. Answered with ``RecordAnswer`` of the same number."""
-
-    number: int
+    desk: Literal["cache", "record"]
     what: str
     options: dict[str, Any]
 
@@ -84,7 +77,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Stop after the step that runs now."""
 
 
-Command = Submit | Abort | AskStats | AskCache | AskRecord | UpdateWeights | Shutdown
+Command = Submit | Abort | AskStats | AskDesk | UpdateWeights | Shutdown
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -129,22 +122,13 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     waits: dict[str, int] = {}
 
 
-class CacheAnswer(msgspec.Struct, frozen=True, tag=True):
-    """What ``CacheDesk.ask`` answered, or the class, the field (of an ``InvalidRequest``) and the words of an error."""
+class DeskAnswer(msgspec.Struct, frozen=True, tag=True):
+    """What the desk answered, or the class, the field (of an ``InvalidRequest``) and the words of an error."""
 
     number: int
     value: dict[str, Any] | None
     kind: str = ""
     field: str = ""
-    message: str = ""
-
-
-class RecordAnswer(msgspec.Struct, frozen=True, tag=True):
-    """What ``RecordDesk.ask`` answered, or the class and the words of an error."""
-
-    number: int
-    value: dict[str, Any] | None
-    kind: str = ""
     message: str = ""
 
 
@@ -176,7 +160,7 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
     trace: str = ""
 
 
-Event = Ready | Outputs | Refused | Stats | CacheAnswer | RecordAnswer | Updated | Heartbeat | Fatal
+Event = Ready | Outputs | Refused | Stats | DeskAnswer | Updated | Heartbeat | Fatal
 
 
 class Boot(msgspec.Struct, frozen=True):
