@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
@@ -14,7 +14,7 @@ from engine.core.cache_events import CacheBatch, TooOld, plain
 from engine.core.errors import InvalidRequest
 from engine.core.serve.cache import CacheReader
 from engine.core.serve.client import AsyncEngine
-from engine.plugins.frontends._endpoints import Route
+from engine.plugins.frontends._endpoints import Read, Route
 from engine.plugins.frontends._errors import HTTPError
 from engine.plugins.frontends._wire import EventStream, json_response
 
@@ -50,7 +50,7 @@ class CacheRoutes:
         self,
         engine: AsyncEngine,
         *,
-        read: Callable[[Request, Callable[[bytes], Any]], Awaitable[Any]],
+        read: Read,
         patience: float,
         failure: Callable[[Exception], HTTPError],
     ) -> None:

@@ -14,8 +14,8 @@ from starlette.responses import FileResponse, Response
 
 from engine.core.serve.client import AsyncEngine
 from engine.plugins.frontends._cache_routes import parsed
-from engine.plugins.frontends._endpoints import Route
-from engine.plugins.frontends._wire import json_response, read_body
+from engine.plugins.frontends._endpoints import Read, Route
+from engine.plugins.frontends._wire import json_response
 
 
 class RecordRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -28,10 +28,14 @@ BODIES: dict[str, type[msgspec.Struct]] = {"/debug/record": RecordRequest}
 
 
 class DebugRoutes:
-    """What can be asked of one engine's decisions over HTTP."""
+    """What can be asked of one engine's decisions over HTTP.
 
-    def __init__(self, engine: AsyncEngine, *, max_body_bytes: int) -> None:
-        self._engine, self._max_body = engine, max_body_bytes
+    Args:
+        read: what a function makes of a request's body.
+    """
+
+    def __init__(self, engine: AsyncEngine, *, read: Read) -> None:
+        self._engine, self._read = engine, read
 
     def routes(self) -> list[Route]:
         """Path, method, handler, and whether the API key guards it."""
@@ -61,7 +65,7 @@ class DebugRoutes:
 
     async def switch(self, request: Request) -> Response:
         """Record from now on, or no more."""
-        wish = parsed(await read_body(request, self._max_body), RecordRequest)
+        wish = await self._read(request, lambda body: parsed(body, RecordRequest))
         return json_response(await (self._engine.record.on() if wish.on else self._engine.record.off()))
 
     async def log(self, request: Request) -> Response:

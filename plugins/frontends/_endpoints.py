@@ -32,6 +32,9 @@ Handler = Callable[[Request], Awaitable[Response]]
 Route = tuple[str, str, Handler, bool]
 """Path, method, handler, and whether the API key guards it."""
 
+Read = Callable[[Request, Callable[[bytes], Any]], Awaitable[Any]]
+"""What a function makes of a request's body: ``Endpoints.read``."""
+
 
 class Endpoints:
     """Base of an interface: ``build`` makes its application. Whatever a handler raises becomes an answer.

@@ -63,7 +63,7 @@ WORDS = {
     500: "the engine could not go on",
     503: "starting, shutting down, the engine is gone, or the request waited too long",
 }
-GENERATION, READS, ASKS = (400, 404, 408, 413, 429, 500, 503), (400, 404, 413, 503), (409, 500, 503)
+GENERATION, READS, ASKS = (404, 408, 429, 500, 503), (404, 503), (409, 500, 503)
 STATUSES: dict[str, tuple[int, ...]] = {
     "/tokenize": READS,
     "/detokenize": READS,
@@ -74,14 +74,18 @@ STATUSES: dict[str, tuple[int, ...]] = {
     "/v1/cache/dump": ASKS,
     "/v1/cache/snapshot": ASKS,
     "/v1/cache/events": (400, 410, *ASKS),
-    "/v1/cache/explain": (400, 413, *ASKS),
-    "/v1/cache/flush": (400, 413, *ASKS),
+    "/v1/cache/explain": ASKS,
+    "/v1/cache/flush": ASKS,
     "/debug/requests": ASKS,
     "/debug/requests/{request_id}": (404, *ASKS),
     "/debug/record": ASKS,
     "/debug/record/log": ASKS,
 }
-"""Beside 200 and 401. Other endpoints that take a body generate; the rest have no errors of their own."""
+"""Beside 200 and 401, and those of ``BODY``. Other endpoints that take a body generate; the rest have no errors of
+their own."""
+
+BODY = {400, 413}
+"""Of all that take a body."""
 
 QUERIES = {
     "/v1/cache/events": (
@@ -164,7 +168,7 @@ def _responses(
         content[EVENTS] = {"schema": EVENT}
     statuses = {*STATUSES.get(path, GENERATION if method == "post" else ())}
     if method == "post":
-        statuses |= {400, 413}
+        statuses |= BODY
     failed = {"application/json": {"schema": error}}
     found = {"200": {"description": "as asked for", "content": content}}
     for status in sorted(statuses | ({401} if guarded else set())):

@@ -92,7 +92,7 @@ class Routes(Endpoints):
             *server.routes(),
             ("/version", "GET", self.version, True),
             *cache.routes(),
-            *DebugRoutes(self.engine, max_body_bytes=self._max_body).routes(),
+            *DebugRoutes(self.engine, read=self.read).routes(),
         )
         app = self.build("Sixhooks", routes, origins=config.cors_origin)
         app.add_middleware(Watched, life=self.life, answered=self.metrics.answered, log=config.log_requests)

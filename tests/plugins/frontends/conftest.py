@@ -127,18 +127,27 @@ class Server:
 
 
 @contextlib.contextmanager
-def shared_server(*flags: str) -> Iterator[Server]:
-    """A server for several tests, which leave it idle. Ends with exit code 0, all pages returned."""
-    server = Server(*flags)
+def kept_server(*flags: str, key: str = "") -> Iterator[Server]:
+    """A server for several tests, which send the key if it asks for one. Ends with exit code 0."""
+    server = Server(*flags, *(["--api-key", key] if key else []))
+    if key:
+        server.http.headers["authorization"] = f"Bearer {key}"
     try:
         yield server
-        final = server.idle()
-        assert final["engine_kv_pages_pinned"] == 0
-        assert final["engine_kv_pages_free"] + final["engine_kv_pages_evictable"] == final["engine_kv_pages"]
         assert "Traceback" not in server.output
     finally:
         code = server.stop()
     assert code == 0
+
+
+@contextlib.contextmanager
+def shared_server(*flags: str) -> Iterator[Server]:
+    """A server for several tests, which leave it idle. Ends with exit code 0, all pages returned."""
+    with kept_server(*flags) as server:
+        yield server
+        final = server.idle()
+        assert final["engine_kv_pages_pinned"] == 0
+        assert final["engine_kv_pages_free"] + final["engine_kv_pages_evictable"] == final["engine_kv_pages"]
 
 
 @pytest.fixture(scope="session")
@@ -152,6 +161,12 @@ def server() -> Iterator[Server]:
 def share() -> Callable[..., contextlib.AbstractContextManager[Server]]:
     """``shared_server``, for servers that a module's tests share."""
     return shared_server
+
+
+@pytest.fixture(scope="session")
+def keep() -> Callable[..., contextlib.AbstractContextManager[Server]]:
+    """``kept_server``, for those that a module's tests need not leave idle."""
+    return kept_server
 
 
 @pytest.fixture(scope="session")

@@ -25,19 +25,13 @@ def free_ports() -> tuple[int, int]:
 
 
 @pytest.fixture(scope="module")
-def told(launch: Any) -> Iterator[Any]:
+def told(keep: Any) -> Iterator[Any]:
     events, replay = (f"tcp://127.0.0.1:{port}" for port in free_ports())
-    server = launch(
-        "--executor", "sim", "--connector", "host", "--audit", "true", "--num-pages", "64", "--api-key", KEY,
-        "--cache-events", events, "--cache-events-replay", replay, "--cache-events-history", "20",
-    )  # fmt: skip
-    server.http.headers["authorization"] = f"Bearer {KEY}"
-    try:
+    with keep(
+        "--executor", "sim", "--connector", "host", "--audit", "true", "--num-pages", "64", "--cache-events", events,
+        "--cache-events-replay", replay, "--cache-events-history", "20", key=KEY,
+    ) as server:  # fmt: skip
         yield server
-        assert "Traceback" not in server.output
-    finally:
-        code = server.stop()
-    assert code == 0
 
 
 def complete(server: Any, prompt: list[int], **fields: Any) -> None:

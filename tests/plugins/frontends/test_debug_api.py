@@ -21,18 +21,12 @@ PATIENCE = 60.0
 
 
 @pytest.fixture(scope="module")
-def told(launch: Any) -> Iterator[Any]:
-    server = launch(
-        "--executor", "sim", "--executor.step-ms", "8", "--max-running", "1", "--record", "true", "--api-key", KEY,
-        "--num-pages", "64",
-    )  # fmt: skip
-    server.http.headers["authorization"] = f"Bearer {KEY}"
-    try:
+def told(keep: Any) -> Iterator[Any]:
+    with keep(
+        "--executor", "sim", "--executor.step-ms", "8", "--max-running", "1", "--record", "true", "--num-pages", "64",
+        key=KEY,
+    ) as server:  # fmt: skip
         yield server
-        assert "Traceback" not in server.output
-    finally:
-        code = server.stop()
-    assert code == 0
 
 
 def complete(server: Any, name: str, **fields: Any) -> None:
