@@ -61,10 +61,14 @@ class FusedDecoder:
 
     def refresh(self) -> None:
         """Weights were replaced: those outside of linear layers lie elsewhere now. Mutates."""
-        layers = [(_spec(layer), layer.self_attn) for layer in self._decoder.layers]
-        self._blocks = [_Block(spec, ctypes.byref(spec), module, module.scaling) for spec, module in layers]
-        self._specs = (LayerSpec * len(layers))(*(spec for spec, _ in layers))
-        self._scales = (ctypes.c_float * len(layers))(*(module.scaling for _, module in layers))
+        layers = list(self._decoder.layers)
+        modules = [layer.self_attn for layer in layers]
+        self._specs = (LayerSpec * len(layers))(*map(_spec, layers))
+        self._scales = (ctypes.c_float * len(layers))(*(module.scaling for module in modules))
+        self._blocks = [
+            _Block(spec, ctypes.byref(spec), module, module.scaling)
+            for spec, module in zip(self._specs, modules, strict=True)
+        ]
 
     def run(self, ids: Tensor, positions: Tensor, keep: Tensor, layer: Layer) -> Tensor:
         """Logits ``[kept, vocab]`` of the tokens at indices ``keep`` of a flattened batch ``ids, positions [tokens]``.

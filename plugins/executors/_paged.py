@@ -178,8 +178,9 @@ class PagedLayers:
         self._pages = {shape.layer: (tensors[2 * at], tensors[2 * at + 1]) for at, shape in enumerate(shapes)}
         self._features = {shape.layer: shape.features for shape in shapes}
         self._addresses = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
-        self._plain = all(tensor.dtype is torch.float32 and tensor.device.type == "cpu" for tensor in tensors)
-        self._plain = self._plain and not any(self._features.values())
+        self._plain = not any(self._features.values()) and all(
+            tensor.dtype is torch.float32 and tensor.device.type == "cpu" for tensor in tensors
+        )
 
     def compiled(self) -> Compiled | None:
         """What the compiled kernels need to do all layers' attention of the planned batch; ``None``: they cannot."""
