@@ -24,6 +24,7 @@ from engine.core.flight import Flight
 from engine.core.grammar import Vocabulary
 from engine.core.grammar_desk import GRAMMAR, GrammarDesk
 from engine.core.hooks import HookBus
+from engine.core.lens.desk import Lens
 from engine.core.pages import PagePool
 from engine.core.pipeline import Pipeline
 from engine.core.plan import Delta, Outcome, Plan, Transfer, Why
@@ -142,6 +143,7 @@ class EngineCore:
         self.waiting.keep_sorted_by(scheduler.queue_key())
         self.record = RecordDesk(self, record)
         self.record.open()
+        self.lens = Lens(self)
 
     # ---- requests
 

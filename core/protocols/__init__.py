@@ -14,7 +14,7 @@ from engine.core.protocols.connector import Connector
 from engine.core.protocols.executor import Executor
 from engine.core.protocols.frontend import Frontend
 from engine.core.protocols.grammar import CompiledGrammar, GrammarCompiler, Matcher
-from engine.core.protocols.kvcache import KVCache, Match, PrefixNode, Publication, PublishWhen
+from engine.core.protocols.kvcache import KVCache, Match, Outlined, PrefixNode, Publication, PublishWhen
 from engine.core.protocols.plugin import Context, Limits, ModelInfo, Plugin, PluginOptions, Policy
 from engine.core.protocols.scheduler import Scheduler
 from engine.core.protocols.tools import ToolParser, ToolStream
@@ -33,6 +33,7 @@ __all__ = [
     "Match",
     "Matcher",
     "ModelInfo",
+    "Outlined",
     "Plugin",
     "PluginOptions",
     "Policy",

@@ -42,6 +42,22 @@ class PrefixNode(Protocol):
         """The children, oldest first."""
 
 
+class Outlined(NamedTuple):
+    """A node of a cache's tree as a viewer is shown it: how much, never what.
+
+    ``parent`` is its parent's place in the outline, -1 right below the root. ``tokens`` and ``pages`` are its own;
+    ``users`` requests use it now; ``children`` is how many it has, whether they are shown or not; ``used`` grows with
+    use.
+    """
+
+    parent: int
+    tokens: int
+    pages: int
+    users: int
+    children: int
+    used: int
+
+
 class KVCache(Plugin, ABC):
     """Keeps the index of cached content and the books of who holds which page. Plain methods, driven by the core.
 
@@ -173,6 +189,14 @@ class KVCache(Plugin, ABC):
         """How many whole pages of packed tokens are cached, from the first on. Changes nothing, not even recency.
 
         ``None`` where this cache cannot say (the default).
+        """
+        return None
+
+    def outline(self, most: int) -> Sequence[Outlined] | None:
+        """At most so many nodes of the tree that cached content is kept in, parents first, for people to look at.
+
+        Does not mutate. Costs time in proportion to ``most``, not to the tree. ``None`` where there is no tree (the
+        default).
         """
         return None
 
