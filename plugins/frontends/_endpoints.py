@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from starlette.routing import Match
 
 from engine.core.errors import ConfigError, suggest
 from engine.core.keys import Keys
@@ -146,9 +147,23 @@ class Endpoints:
 
     async def _no_route(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        code = "method_not_allowed" if error.status_code == 405 else "not_found"
+        code, headers = "not_found", dict(error.headers or {})
+        if error.status_code == 405:
+            code, headers = "method_not_allowed", allowed(request)
         words = f"{error.detail}: {request.method} {request.url.path}"
-        return self._refusal(request, HTTPError(error.status_code, words, code=code, headers=dict(error.headers or {})))
+        return self._refusal(request, HTTPError(error.status_code, words, code=code, headers=headers))
+
+
+def allowed(request: Request) -> dict[str, str]:
+    """The methods that a path has, whichever of its routes they belong to, as a header."""
+    scope = request.scope
+    found = {
+        method
+        for route in request.app.routes
+        if route.matches(scope)[0] is not Match.NONE
+        for method in getattr(route, "methods", None) or ()
+    }
+    return {"Allow": ", ".join(sorted(found))}
 
 
 def with_path_parameters(document: dict[str, Any]) -> dict[str, Any]:

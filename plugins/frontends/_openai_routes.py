@@ -96,7 +96,12 @@ class Routes(Endpoints):
         app = self.build("Sixhooks", routes, origins=config.cors_origin)
         app.add_middleware(Watched, life=self.life, answered=self.metrics.answered, log=config.log_requests)
         unguarded = {path for path, _, _, guarded in routes if not guarded}
-        describe(app, self.engine.limits, None if self._keys is None else {*unguarded, *self._open_paths})
+        describe(
+            app,
+            self.engine.limits,
+            self.engine.model.hidden_size,
+            None if self._keys is None else {*unguarded, *self._open_paths},
+        )
         return app
 
     # ---- endpoints
