@@ -2,13 +2,16 @@
 
     python benchmarks/flood.py tiny [--requests 200000] [--connections 16] [--json FILE] [-- SERVE FLAGS …]
     python benchmarks/flood.py overload [--seconds 600] [--times 10] [--json FILE] [-- SERVE FLAGS …]
+    python benchmarks/flood.py large [--seconds 4] [--only WORDS] [--json FILE] [-- SERVE FLAGS …]
     python benchmarks/flood.py objects [--requests 20000]
 
 ``tiny`` asks for one token at a time, over connections that stay, and prints what each process's memory grows by with
 a hundred thousand requests, after the first third. ``overload`` keeps ``times`` as many requests coming as may be open
-at once: what has no room must be answered 429 with ``Retry-After``, the rest as ever. ``objects`` serves in this
-process and counts what the garbage collector knows of. Exit code 1 where the books differ, a page is in use, or
-something grows.
+at once: what has no room must be answered 429 with ``Retry-After``, the rest as ever. ``large`` sends the worst bodies
+within the limit, several at once and shape after shape, and says how long health took to answer meanwhile, beside what
+a bare server on the same machine took. ``objects`` serves in this process
+and counts what the garbage collector knows of. Exit code 1 where the books differ, a page is in use, something grows,
+or health took 100 ms and more.
 """
 
 from __future__ import annotations
@@ -24,10 +27,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from _flood_large import asked, bare, looking, shapes
 from soak import Samples, Server, idle, slope
 
 SIM = ["--executor", "sim"]
 ROOMS = {"--max-running": 16, "--max-waiting": 48}  # of the server that is overloaded
+SLOW_MS = 100
 HURRY = 0.02  # seconds after which whoever was refused asks again, whatever it was told
 
 
@@ -128,6 +133,25 @@ def faults(seen: Counter[str], now: dict[str, float], wanted: set[str]) -> list[
     return [*missing, *(f"{words}: {one:g} and {other:g}" for words, (one, other) in pairs.items() if one != other)]
 
 
+def large(options: argparse.Namespace) -> dict[str, Any]:
+    """Shape after shape. Returns a row for each: the worst answers of health, and of a bare server meanwhile."""
+    server, rows = Server(options.flags), []
+    try:
+        with bare() as other, looking({"ours": (server.address, "/health"), "bare": (other, "/")}) as eyes:
+            for name, shape in shapes().items():
+                if options.only in name:
+                    with eyes:
+                        seen = asked(server.address, shape, options.seconds)
+                    rows.append({"shape": name, "seen": dict(seen), **eyes.found()})
+                    print("{shape:<28}{ours:>8.1f}{ours_p99:>8.1f}{bare:>8.1f}  {seen}".format(**rows[-1]), flush=True)
+        idle(server)
+    finally:
+        code = server.stop()
+    slow = [f"{row['shape']}: health took {row['ours']:.0f} ms" for row in rows if row["ours"] >= SLOW_MS]
+    died = [f"the server ended with exit code {code}"] if code else []
+    return {"worst_ms": max(row["ours"] for row in rows), "samples": rows, "faults": slow + died}
+
+
 async def objects(requests: int) -> dict[str, Any]:
     """What the collector knows of, after a tenth of the requests and after all of them; all in this process."""
     from engine import AsyncEngine, EngineConfig
@@ -180,10 +204,11 @@ async def objects(requests: int) -> dict[str, Any]:
 def main() -> int:
     """Run it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("what", choices=["tiny", "overload", "objects"])
+    parser.add_argument("what", choices=["tiny", "overload", "large", "objects"])
     parser.add_argument("--requests", type=int)
     parser.add_argument("--connections", type=int, default=16)
-    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--seconds", type=float)
+    parser.add_argument("--only", default="", help="shapes whose name has these words")
     parser.add_argument("--times", type=int, default=10)
     parser.add_argument("--max-slope", type=float, default=2.0, help="MiB a hundred thousand requests, or a minute")
     parser.add_argument("--json", type=Path)
@@ -191,7 +216,11 @@ def main() -> int:
     options = parser.parse_args(ours)
     options.flags = theirs[0] if theirs else SIM  # of engine serve
     options.requests = options.requests or (20_000 if options.what == "objects" else 200_000)
-    result = asyncio.run(objects(options.requests)) if options.what == "objects" else served(options)
+    options.seconds = options.seconds or (4 if options.what == "large" else 600)
+    if options.what == "objects":
+        result = asyncio.run(objects(options.requests))
+    else:
+        result = large(options) if options.what == "large" else served(options)
     for key, value in result.items():
         if key != "samples":
             print(f"{key:<16}{value:.2f}" if isinstance(value, float) else f"{key:<16}{value}")

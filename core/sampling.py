@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+
+import msgspec
 
 from engine.core.grammar import Grammar
 
@@ -15,7 +16,7 @@ SAMPLING = (
 """What an executor must say that it acts on (``Executor.sampling``). The rest of ``SamplingParams`` every one does."""
 
 
-class TokenLogprobs(NamedTuple):
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One token and its likeliest rivals, in the model's own distribution: before temperature, penalties, biases and
     filters. (Source: vLLM's default, ``raw_logprobs``.)
 
@@ -25,7 +26,7 @@ class TokenLogprobs(NamedTuple):
         rank: 1 for the likeliest token.
         top: the likeliest tokens, likeliest first, as many as were asked for.
         top_logprobs: theirs.
-    """
+    """  # gc=False: an answer may have a million, and each collection of garbage would look at them all
 
     token: int
     logprob: float

@@ -17,6 +17,8 @@ from engine.core.models.gguf_tokenizer import build_tokenizer
 from engine.core.models.pieces import Pieces
 from engine.core.models.source import ModelSource
 
+MANY_IDS = 1024
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerSettings:
@@ -90,6 +92,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of token ids. Bytes that are not UTF-8 show as replacement marks; unknown ids as nothing."""
+        if len(ids) > MANY_IDS:  # the batch form lets go of the interpreter lock
+            return self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special)[0]
         return self._backend.decode(list(ids), skip_special_tokens=skip_special)
 
     def is_special(self, text: str) -> bool:

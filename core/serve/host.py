@@ -12,6 +12,7 @@ from engine.core.plan import Delta, Plan, Why
 from engine.core.pooling import Pooling
 from engine.core.protocols import Limits, ModelInfo
 from engine.core.request import Finish, Request, SamplingParams
+from engine.core.serve.flow import Untaken, pieces
 from engine.core.serve.messages import (
     Abort,
     Add,
@@ -20,11 +21,11 @@ from engine.core.serve.messages import (
     Command,
     DeskAnswer,
     Event,
-    Outputs,
     Refused,
     Shutdown,
     Stats,
     Submit,
+    Taken,
     Updated,
     UpdateWeights,
 )
@@ -213,6 +214,7 @@ class Host:
         self._emit = emit
         self._intake = Intake(core)
         self._meter = Meter(core)
+        self._untaken = Untaken()
         self._quiet = False
         self.steps = 0
         self.busy = False
@@ -253,6 +255,8 @@ class Host:
                 self._emit(Stats(number, self._stats(), self._meter.histograms(), self._waits()))
             case AskDesk():
                 self._emit(self._of_desk(command))
+            case Taken(count=count):
+                self._untaken.taken(count)
             case UpdateWeights(running="finish"):
                 self._intake.bar(command)
             case UpdateWeights():
@@ -286,7 +290,8 @@ class Host:
         while (update := self._intake.raised()) is not None:
             self._update(update, "refuse")
         self._hand_on()
-        self.busy = self._core.has_work or len(self._intake) > 0
+        # What its reader does not take would only fill memory: until then there is nothing to do.
+        self.busy = (self._core.has_work or len(self._intake) > 0) and not self._untaken.full
         if not self.busy:
             return
         began = time.perf_counter()
@@ -299,8 +304,9 @@ class Host:
             self._emit(Refused(request_id, refusal.field, refusal.message, refusal.code))
         self.steps += 1
         self._quiet = not deltas
-        if deltas or started:
-            self._emit(Outputs(deltas, started))
+        for outputs in pieces(deltas, started):
+            self._emit(outputs)
+            self._untaken.sent()
         self.busy = self._core.has_work or len(self._intake) > 0
 
     def _waits(self) -> dict[str, int]:

@@ -6,13 +6,13 @@ import asyncio
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from engine.core import errors
 from engine.core.config import EngineConfig
 from engine.core.errors import EngineDead, EngineError
+from engine.core.serve.flow import Inbox
 from engine.core.serve.home import Home
-from engine.core.serve.messages import Command, Event, Fatal, Ready
+from engine.core.serve.messages import Command, Event, Fatal, Outputs, Ready, Taken
 from engine.core.serve.transport import ProcessTransport, ThreadTransport, Transport, wait_until
 from engine.core.serve.watchdog import Watchdog
 
@@ -46,11 +46,11 @@ class Link:
         self.ready: Ready | None = None
         self._fatal: Fatal | None = None
         self._told = threading.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._on_event, self._on_death = on_event, on_death
         self._closed = False
         self.watchdog = watchdog
         self._home = Home()
+        self._inbox = Inbox(lambda count: self.send(Taken(count)))
         kind = ThreadTransport if in_process else ProcessTransport
         self._transport: Transport = kind(config, self._receive, self._declare_dead, watchdog)
 
@@ -87,11 +87,12 @@ class Link:
             EngineError: ``busy`` with requests of another loop that still runs.
         """
         loop = asyncio.get_running_loop()
-        if self._loop is loop:
+        before = self._inbox.loop
+        if before is loop:
             return False
-        if busy and self._loop is not None and not self._loop.is_closed():
+        if busy and before is not None and not before.is_closed():
             raise EngineError("requests are open on another event loop: an AsyncEngine belongs to one at a time")
-        self._loop = loop
+        self._inbox.bind(loop)
         return True
 
     def close(self) -> None:
@@ -100,7 +101,7 @@ class Link:
             self._closed = True
             self.cause = self.cause or "the engine was closed"
             self._transport.close()
-            self._post(self._on_death)
+            self._inbox.put(self._on_death)
 
     # ---- in the transport's thread
 
@@ -114,7 +115,7 @@ class Link:
                     print(event.trace, file=sys.stderr)
                 self._die(event)
             case _:
-                self._post(self._on_event, event)
+                self._inbox.put(self._on_event, event, counts=isinstance(event, Outputs))
 
     def _declare_dead(self, cause: str) -> None:
         self._die(Fatal("EngineDead", cause))
@@ -124,15 +125,4 @@ class Link:
             self._fatal = fatal
             self.cause = self.cause or fatal.message
         self._told.set()
-        self._post(self._on_death)
-
-    def _post(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Run ``call`` in the event loop; without one there is nobody to tell."""
-        loop = self._loop
-        if loop is None:
-            return
-        try:
-            loop.call_soon_threadsafe(call, *arguments)
-        except RuntimeError:
-            if not loop.is_closed():
-                raise
+        self._inbox.put(self._on_death)

@@ -74,11 +74,17 @@ class AskDesk(msgspec.Struct, frozen=True, tag=True):
     options: dict[str, Any]
 
 
+class Taken(msgspec.Struct, frozen=True, tag=True):
+    """The client has read so many more of the core's ``Outputs``."""
+
+    count: int
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Stop after the step that runs now."""
 
 
-Command = Submit | Abort | AskStats | AskDesk | UpdateWeights | Shutdown
+Command = Submit | Abort | AskStats | AskDesk | UpdateWeights | Taken | Shutdown
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -99,7 +105,8 @@ class Started(NamedTuple):
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
-    """What one step brought, for all requests that had news, and which requests it started for the first time."""
+    """What one step brought, or a part of it where it is much (``flow.pieces``): for requests that had news, and which
+    requests it started for the first time."""
 
     deltas: list[Delta]
     started: list[Started] = []

@@ -143,6 +143,7 @@ class Group:
         self._abort = abort
         self._ready: dict[int, None] = {}  # an ordered set: who had news first is read first
         self._news = asyncio.Event()
+        self._handed = False
 
     def add(self, stream: Stream) -> None:
         """Take in the next stream (before anything is sent to the engine)."""
@@ -165,6 +166,9 @@ class Group:
         return self
 
     async def __anext__(self) -> tuple[int, Chunk]:
+        if self._handed and self._ready:  # many choices have news at once: others have their turn between them
+            await asyncio.sleep(0)
+        self._handed = True
         while True:
             while self._ready:
                 index = next(iter(self._ready))

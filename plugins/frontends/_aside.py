@@ -1,27 +1,63 @@
-"""Answers with many log-probabilities are put into words in a thread: nobody else's request waits for that."""
+"""What takes long is done in threads, few at once: whoever asks for health does not wait for it.
+
+All threads share the interpreter's lock, which the event loop must win back after each look at its sockets: from each
+thread that computes once, after the interpreter's switch interval or the longest call that does not let go of the lock.
+So there are few of them, and what they call works on slices.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import sys
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from engine.core.outputs import Chunk, Completion
 from engine.core.sampling import TokenLogprobs
 
-MUCH = 2000  # log-probabilities: some twenty milliseconds
+AT_ONCE = 2  # threads: one more would make the event loop wait longer, and none of them end sooner
+MUCH = 500  # log-probabilities: some milliseconds
+TEXT = 16  # characters of text cost as much as one of them, where it is read for calls of tools
+SWITCH_SECONDS = 0.001
 
 T = TypeVar("T")
 
 
-async def aside(parts: Sequence[Chunk | Completion], build: Callable[[], T]) -> T:
-    """What ``build`` makes of parts of answers."""
-    return await asyncio.to_thread(build) if sum(map(_entries, parts)) > MUCH else build()
+class Aside:
+    """Threads for what takes long, of one interface. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._free = asyncio.Semaphore(AT_ONCE)
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """What ``work`` returns or raises. One that nobody waits for any more still counts until it has ended."""
+        await self._free.acquire()
+        task = asyncio.ensure_future(asyncio.to_thread(work))
+        task.add_done_callback(self._ended)
+        return await asyncio.shield(task)
+
+    async def build(self, parts: Sequence[Chunk | Completion], build: Callable[[], T]) -> T:
+        """What ``build`` makes of parts of answers: here, where there is little in them."""
+        return await self.run(build) if sum(map(weight, parts)) > MUCH else build()
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._free.release()
+        if not task.cancelled():
+            task.exception()  # it was taken, or nobody waits for it
 
 
-def _entries(part: Chunk | Completion) -> int:
-    return _count(part.logprobs) + _count(part.prompt_logprobs)
+def weight(part: Chunk | Completion) -> int:
+    """How much there is to put into words."""
+    return _count(part.logprobs) + _count(part.prompt_logprobs) + len(part.text) // TEXT
 
 
 def _count(found: Sequence[TokenLogprobs] | None) -> int:
     return len(found) * (1 + len(found[0].top)) if found else 0
+
+
+def be_quick() -> None:
+    """For a process that serves: threads change often, and no collection of garbage looks at what stays for ever."""
+    sys.setswitchinterval(SWITCH_SECONDS)
+    gc.collect()
+    gc.freeze()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, ValidationError, WithJsonSchema, WrapValidator
@@ -12,6 +12,7 @@ from engine.core.errors import InvalidRequest
 
 MOST_PARTS = 16_384
 STRINGS_A_PART = 8
+PIECE = 256 * 1024  # bytes that are looked at in one go, for nothing else runs in this process meanwhile
 AT_ONCE = 256  # items of a list that are checked in one go, for nothing else runs in this process meanwhile
 
 
@@ -22,28 +23,35 @@ def check_parts(body: bytes, most: int, elements: int | None = None) -> None:
     Builds no value of it. Whether it is JSON at all is for others to say.
     """
     strings = most * STRINGS_A_PART
-    if _within(body, body, most, strings, elements):  # also of what stands in strings: no text has fewer
+    if _within(body, most, strings, elements):  # also of what stands in strings: no text has fewer
         return
-    plain = body.replace(rb"\\", b"").replace(rb"\"", b"")  # what is left of quotes begins or ends a string
-    found = plain.count(b'"') // 2
-    if found > strings:
-        raise _too_much(found, strings, "strings")
-    outside = b"".join(plain.split(b'"')[::2])
-    if _within(plain, outside, most, strings, elements):
-        return
-    parts = _parts(outside)
-    if parts > most:
-        raise _too_much(parts, most, "lists and objects")
-    assert elements is not None
-    raise _too_much(outside.count(b","), elements, "elements")
+    quotes = parts = commas = 0
+    for outside, found in _outside(body):
+        quotes, parts, commas = quotes + found, parts + _parts(outside), commas + outside.count(b",")
+    for count, bound, of in (
+        (quotes // 2, strings, "strings"),
+        (parts, most, "lists and objects"),
+        (commas, elements, "elements"),
+    ):
+        if bound is not None and count > bound:
+            raise _too_much(count, bound, of)
 
 
-def _within(body: bytes, outside: bytes, most: int, strings: int, elements: int | None) -> bool:
+def _within(body: bytes, most: int, strings: int, elements: int | None) -> bool:
     return (
-        _parts(outside) <= most
-        and body.count(b'"') <= 2 * strings
-        and (elements is None or outside.count(b",") <= elements)
+        _parts(body) <= most and body.count(b'"') <= 2 * strings and (elements is None or body.count(b",") <= elements)
     )
+
+
+def _outside(body: bytes) -> Iterator[tuple[bytes, int]]:
+    """Piece by piece, what stands outside of strings, and how many quotes begin or end a string."""
+    inside, rest = False, b""
+    for at in range(0, len(body), PIECE):
+        plain = (rest + body[at : at + PIECE]).replace(rb"\\", b"")
+        rest = plain[len(plain.removesuffix(b"\\")) :]  # it is of a pair with what comes next
+        texts = plain.removesuffix(b"\\").replace(rb"\"", b"").split(b'"')
+        yield b"".join(texts[inside::2]), len(texts) - 1
+        inside ^= len(texts) % 2 == 0
 
 
 def _parts(text: bytes) -> int:

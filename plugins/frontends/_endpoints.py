@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 import uuid
@@ -14,9 +13,11 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from starlette.routing import Match
 
 from engine.core.errors import ConfigError, suggest
 from engine.core.keys import Keys
+from engine.plugins.frontends._aside import Aside
 from engine.plugins.frontends._bounds import MOST_PARTS, check_parts
 from engine.plugins.frontends._errors import HTTPError, as_http
 from engine.plugins.frontends._wire import CLIENT_CLOSED, ClientGone, authorize, json_response, read_body
@@ -56,6 +57,7 @@ class Endpoints:
     ) -> None:
         self._keys, self._max_body, self._open_paths = keys, max_body_bytes, frozenset(open_paths)
         self._max_parts, self._max_elements = max_parts, max_elements
+        self.aside = Aside()
 
     def build(self, title: str, routes: Iterable[Route], *, origins: Sequence[str] = ()) -> FastAPI:
         """The ASGI application, with ``/openapi.json``. Pages of other ``origins`` may ask, too (CORS).
@@ -93,7 +95,7 @@ class Endpoints:
         """What ``work`` makes of the body: in a thread where that may take a while. Raises ``InvalidRequest``, too,
         where there is too much in it."""
         body = await read_body(request, self._max_body)
-        return await asyncio.to_thread(self._large, body, work) if len(body) > LARGE_BODY else work(body)
+        return await self.aside.run(lambda: self._large(body, work)) if len(body) > LARGE_BODY else work(body)
 
     def failure(self, error: Exception) -> HTTPError:
         """An error as clients are told of it. Those that are our own fault are logged."""
@@ -145,9 +147,23 @@ class Endpoints:
 
     async def _no_route(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        code = "method_not_allowed" if error.status_code == 405 else "not_found"
+        code, headers = "not_found", dict(error.headers or {})
+        if error.status_code == 405:
+            code, headers = "method_not_allowed", allowed(request)
         words = f"{error.detail}: {request.method} {request.url.path}"
-        return self._refusal(request, HTTPError(error.status_code, words, code=code, headers=dict(error.headers or {})))
+        return self._refusal(request, HTTPError(error.status_code, words, code=code, headers=headers))
+
+
+def allowed(request: Request) -> dict[str, str]:
+    """The methods that a path has, whichever of its routes they belong to, as a header."""
+    scope = request.scope
+    found = {
+        method
+        for route in request.app.routes
+        if route.matches(scope)[0] is not Match.NONE
+        for method in getattr(route, "methods", None) or ()
+    }
+    return {"Allow": ", ".join(sorted(found))}
 
 
 def with_path_parameters(document: dict[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from engine.plugins.frontends import _openai_shapes as shapes
 from engine.plugins.frontends._cache_routes import BODIES as CACHE_BODIES
 from engine.plugins.frontends._debug_routes import BODIES as DEBUG_BODIES
 from engine.plugins.frontends._endpoints import PROMETHEUS
+from engine.plugins.frontends._openai_agree import say_agreements
 from engine.plugins.frontends._openai_bounds import say_bounds
 from engine.plugins.frontends._openai_embeddings import EmbeddingRequest
 from engine.plugins.frontends._openai_fields import Body
@@ -94,7 +95,7 @@ QUERIES = {
     )
 }
 HEALTH = ("/health", "/health/ready")
-TEXT = {"/metrics": PROMETHEUS}
+TEXT = {"/metrics": PROMETHEUS, "/debug/record/log": "application/jsonl"}
 EVENTS = "text/event-stream"
 EVENT = {
     "type": "object",
@@ -105,11 +106,12 @@ EVENT = {
 KEY = "key"
 
 
-def describe(app: FastAPI, limits: Limits, open_paths: Collection[str] | None) -> None:
+def describe(app: FastAPI, limits: Limits, hidden_size: int, open_paths: Collection[str] | None) -> None:
     """Add bodies, answers and errors to the application's OpenAPI document.
 
     Args:
         limits: that requests obey; the document says them.
+        hidden_size: how many numbers an embedding has.
         open_paths: that need no API key; ``None``: none does.
     """
 
@@ -118,6 +120,7 @@ def describe(app: FastAPI, limits: Limits, open_paths: Collection[str] | None) -
         components = document.setdefault("components", {})
         schemas = components.setdefault("schemas", {})
         _add_bodies(document, schemas, limits)
+        say_agreements(schemas, hidden_size)
         refs, found = msgspec.json.schema_components(
             [*ANSWERS.values(), shapes.ErrorAnswer], ref_template="#/components/schemas/{name}"
         )

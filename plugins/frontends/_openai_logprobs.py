@@ -1,6 +1,7 @@
 """Log-probabilities as clients expect them: the formats of completions and of chat, and vLLM's of prompts.
 
-JSON has no infinity: what is less likely than the floor is reported as the floor (as OpenAI and vLLM do).
+JSON has no infinity: what is less likely than the floor is reported as the floor (as OpenAI and vLLM do). Each token's
+part is written at once, because an answer may have a million of them, and as objects they would fill memory.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from engine.core.sampling import TokenLogprobs
+from engine.plugins.frontends._wire import written
 
 if TYPE_CHECKING:
     from engine.core.models.tokenizer import Tokenizer
@@ -107,24 +111,26 @@ def completion_logprobs(
     return lists
 
 
-def _top(names: Names, one: TokenLogprobs | None) -> dict[str, float] | None:
+def _top(names: Names, one: TokenLogprobs | None) -> msgspec.Raw | None:
     if one is None:
         return None
     top = {names.name(token): floored(value) for token, value in zip(one.top, one.top_logprobs, strict=True)}
     top.setdefault(names.name(one.token), floored(one.logprob))  # the one that was chosen is always there
-    return top
+    return written(top)
 
 
 def chat_logprobs(names: Names, found: Sequence[TokenLogprobs]) -> dict[str, Any]:
     """The object ``logprobs`` of a chat's choice, or of a piece of it."""
     return {
         "content": [
-            {
-                **_entry(names, one.token, one.logprob),
-                "top_logprobs": [
-                    _entry(names, token, value) for token, value in zip(one.top, one.top_logprobs, strict=True)
-                ],
-            }
+            written(
+                {
+                    **_entry(names, one.token, one.logprob),
+                    "top_logprobs": [
+                        _entry(names, token, value) for token, value in zip(one.top, one.top_logprobs, strict=True)
+                    ],
+                }
+            )
             for one in found
         ],
         "refusal": None,
@@ -135,16 +141,16 @@ def _entry(names: Names, token: int, logprob: float) -> dict[str, Any]:
     return {"token": names.name(token), "logprob": floored(logprob), "bytes": list(names.bytes_of(token))}
 
 
-def prompt_logprobs(names: Names, found: Sequence[TokenLogprobs]) -> list[dict[str, Any] | None]:
+def prompt_logprobs(names: Names, found: Sequence[TokenLogprobs]) -> list[msgspec.Raw | None]:
     """vLLM's ``prompt_logprobs``: for each token of the prompt, token id -> its and its rivals'; ``None`` first."""
-    answer: list[dict[str, Any] | None] = [None]
+    answer: list[msgspec.Raw | None] = [None]
     for one in found:
         entries = {
             str(token): _ranked(names, token, value, rank)
             for rank, (token, value) in enumerate(zip(one.top, one.top_logprobs, strict=True), 1)
         }
         entries[str(one.token)] = _ranked(names, one.token, one.logprob, one.rank)
-        answer.append(entries)
+        answer.append(written(entries))
     return answer
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from engine.core.outputs import Chunk, Completion
 from engine.core.sampling import TokenLogprobs
 from engine.core.transfers import HINT
-from engine.plugins.frontends._aside import aside
+from engine.plugins.frontends._aside import Aside
 from engine.plugins.frontends._errors import HTTPError
 from engine.plugins.frontends._openai_answers import Wish, generated
 from engine.plugins.frontends._openai_logprobs import Names, Offsets, chat_logprobs
@@ -45,14 +45,14 @@ class ResponseEvents:
         }  # fmt: skip
 
     async def told(
-        self, pieces: AsyncIterator[Chunk], failure: Callable[[Exception], HTTPError]
+        self, pieces: AsyncIterator[Chunk], failure: Callable[[Exception], HTTPError], aside: Aside
     ) -> AsyncIterator[Event]:
         """A stream's events, to its end. An error in the middle makes the response a failed one."""
         for event in self.begun():
             yield event
         try:
             async for chunk in pieces:
-                for event in await aside([chunk], partial(self.piece, chunk)):
+                for event in await aside.build([chunk], partial(self.piece, chunk)):
                     yield event
                 if chunk.finish_reason is not None:
                     for event in [*self._close(_status(chunk)), self.end(chunk)]:

@@ -15,7 +15,6 @@ from engine.core.outputs import Chunk, Completion
 from engine.core.protocols import ToolParser
 from engine.core.serve.client import AsyncEngine
 from engine.core.serve.streams import Gather, Group, embedded
-from engine.plugins.frontends._aside import aside
 from engine.plugins.frontends._cache_routes import CacheRoutes
 from engine.plugins.frontends._dashboard import Dashboard
 from engine.plugins.frontends._debug_routes import DebugRoutes
@@ -102,7 +101,12 @@ class Routes(Endpoints):
         unguarded = {path for path, _, _, guarded in routes if not guarded}
         if self._dashboard is not None:
             self._dashboard.mount(app)
-        describe(app, self.engine.limits, None if self._keys is None else {*unguarded, *self._open_paths})
+        describe(
+            app,
+            self.engine.limits,
+            self.engine.model.hidden_size,
+            None if self._keys is None else {*unguarded, *self._open_paths},
+        )
         return app
 
     async def __aenter__(self) -> Routes:
@@ -131,7 +135,7 @@ class Routes(Endpoints):
         return await self._answer(
             request,
             job,
-            told=lambda _, pieces: events.told((chunk async for _, chunk in pieces), self.failure),
+            told=lambda _, pieces: events.told((chunk async for _, chunk in pieces), self.failure, self.aside),
             whole=lambda completions: events.whole(*completions),
         )
 
@@ -151,31 +155,31 @@ class Routes(Endpoints):
 
     async def render_chat(self, request: Request) -> Response:
         """The exact prompt, text and ids, that a conversation becomes. Nothing is computed."""
-        return json_response(rendered(self.engine, await self._prepared(request, ChatRequest)))
+        return await self._rendered(request, ChatRequest)
 
     async def render_completions(self, request: Request) -> Response:
         """The exact prompts, text and ids, of a completion request. Nothing is computed."""
-        return json_response(rendered(self.engine, await self._prepared(request, CompletionRequest)))
+        return await self._rendered(request, CompletionRequest)
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or a conversation."""
 
-        def work(body: bytes) -> dict[str, Any]:
+        def work(body: bytes) -> Response:
             wish = TokenizeRequest.parse(body)
             self._check_model(wish.model or self.name)
-            return tokenize(self.engine, wish, self._preparer.parser)
+            return json_response(tokenize(self.engine, wish, self._preparer.parser))
 
-        return json_response(await self.read(request, work))
+        return await self.read(request, work)
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
 
-        def work(body: bytes) -> dict[str, Any]:
+        def work(body: bytes) -> Response:
             wish = DetokenizeRequest.parse(body)
             self._check_model(wish.model or self.name)
-            return detokenize(self.engine, wish)
+            return json_response(detokenize(self.engine, wish))
 
-        return json_response(await self.read(request, work))
+        return await self.read(request, work)
 
     async def models(self, request: Request) -> Response:
         """The served model, with the length limit that is enforced and the tokens that the whole KV pool holds."""
@@ -220,7 +224,7 @@ class Routes(Endpoints):
             completions = await until_gone(request.receive, self._collect(count, pieces))
         finally:
             group.abort()
-        return await aside(completions, lambda: json_response(whole(completions), headers=headers))
+        return await self.aside.build(completions, lambda: json_response(whole(completions), headers=headers))
 
     async def _begun(self, request: Request, group: Group, pieces: Pieces) -> Pieces:
         """Wait for the first piece: what was refused before that is no stream but an answer of its own."""
@@ -237,15 +241,26 @@ class Routes(Endpoints):
 
         return all_of_them()
 
+    async def _rendered(self, request: Request, schema: type[Sampling]) -> Response:
+        def work(body: bytes) -> Response:
+            job = self._preparer.prepare(body, schema, id_of(request))
+            self._log_prompts(request, job)
+            return json_response(rendered(self.engine, job))
+
+        return await self.read(request, work)
+
     async def _prepared(self, request: Request, schema: type[Sampling]) -> Job:
         job = await self.read(request, lambda body: self._preparer.prepare(body, schema, id_of(request)))
         return self._whose(request, job)
 
     def _whose(self, request: Request, job: Job) -> Job:
         """The job with who asks for it; its prompts are logged, if that was asked for."""
+        self._log_prompts(request, job)
+        return job.of(tenant_of(request), request.headers.get("traceparent", ""))
+
+    def _log_prompts(self, request: Request, job: Job) -> None:
         if self.engine.config.log_prompts:
             log_prompts(id_of(request), job.texts, [ask.tokens for ask in job.asks])
-        return job.of(tenant_of(request), request.headers.get("traceparent", ""))
 
     async def _collect(self, count: int, pieces: Pieces) -> list[Completion]:
         """All choices to their end. Raises ``HTTPError`` where the engine gave up on one."""
@@ -280,7 +295,7 @@ class Routes(Endpoints):
                 if chunk.finish_reason is not None:
                     ends[index] = chunk
                 if chunk.text or chunk.logprobs or chunk.finish_reason is not None:
-                    event = await aside([chunk], partial(answers.piece, index, chunk))
+                    event = await self.aside.build([chunk], partial(answers.piece, index, chunk))
                     if event is not None:
                         yield event
         except Exception as error:

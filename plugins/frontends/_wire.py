@@ -147,6 +147,11 @@ def to_json(value: Any) -> bytes:
     return msgspec.json.encode(value)
 
 
+def written(value: Any) -> msgspec.Raw:
+    """JSON text that stands in a larger one."""
+    return msgspec.Raw(to_json(value))
+
+
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """A whole JSON answer."""
     return Response(to_json(value), status, headers, "application/json")

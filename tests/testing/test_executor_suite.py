@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from engine.core import Outcome, Plan, TokenLogprobs
 from engine.plugins.executors.sim import SimExecutor
@@ -19,7 +20,10 @@ class OneTooLate(SimExecutor):
     def execute(self, plan: Plan) -> Outcome:
         outcome = super().execute(plan)
         shifted = {
-            row: [one._replace(token=plan.requests[row].tokens[plan.starts[row] + n]) for n, one in enumerate(found)]
+            row: [
+                structs.replace(one, token=plan.requests[row].tokens[plan.starts[row] + n])
+                for n, one in enumerate(found)
+            ]
             for row, found in outcome.prompt_logprobs.items()
         }
         return replace(outcome, prompt_logprobs=shifted)
@@ -35,10 +39,10 @@ class OfWhat(SimExecutor):
 
         def change(row: int, one: TokenLogprobs) -> TokenLogprobs:
             if self.how == "chunk":
-                return one._replace(logprob=-0.001 * plan.counts[row], rank=1, top_logprobs=(-1.0, -2.0))
+                return structs.replace(one, logprob=-0.001 * plan.counts[row], rank=1, top_logprobs=(-1.0, -2.0))
             if self.how == "order":
-                return one._replace(top_logprobs=one.top_logprobs[::-1])
-            return one._replace(rank=one.rank + 1)
+                return structs.replace(one, top_logprobs=one.top_logprobs[::-1])
+            return structs.replace(one, rank=one.rank + 1)
 
         def changed(found: Any) -> Any:
             return {row: [change(row, one) for one in some] for row, some in found.items()}

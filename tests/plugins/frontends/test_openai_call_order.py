@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from engine.plugins.frontends._openai_answers import ChatAnswers, Wish
 from engine.plugins.frontends._openai_response_events import ResponseEvents
 from engine.plugins.frontends._openai_responses import ResponsesRequest
 from engine.plugins.frontends._openai_tools import Toolset
+from engine.plugins.frontends._wire import to_json
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 AROUND = f"Hi.{CALL}\nDone."
@@ -133,6 +135,6 @@ def test_log_probabilities_do_not_cut_a_call(size: int) -> None:
     whole = events.whole(case.whole)["output"]
     for item, same in zip(whole, streamed.response["output"], strict=True):
         if item["type"] == "message":
-            [part], [other] = item["content"], same["content"]
+            [part], [other] = json.loads(to_json(item["content"])), json.loads(to_json(same["content"]))
             assert part["logprobs"] == other["logprobs"]
             assert part["text"].strip() in "".join(one["token"] for one in part["logprobs"])

@@ -21,6 +21,7 @@ from engine.plugins.frontends._openai_logprobs import (
     completion_logprobs,
     prompt_logprobs,
 )
+from engine.plugins.frontends._wire import to_json
 
 GOOD: dict[str, Any] = {"prompt": [500, 501, 502], "max_tokens": 8, "temperature": 0}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "temperature": 0}
@@ -138,11 +139,12 @@ NAMES = Names(Words())  # type: ignore[arg-type]
 
 def test_half_characters_are_named_by_their_bytes() -> None:
     found = [TokenLogprobs(token, -1.0, 1, (0, 1), (-1.0, -2.0)) for token in (0, 1, 2, 3)]
-    lists = completion_logprobs(NAMES, Offsets(NAMES, frozenset()), found)
+    lists = json.loads(to_json(completion_logprobs(NAMES, Offsets(NAMES, frozenset()), found)))
     assert lists["tokens"] == ["a", "bytes:\\xf0\\x9f", "bytes:\\x98\\x80", " b"]
     assert lists["text_offset"] == [0, 1, 1, 2]  # of "a😀 b"
     assert lists["top_logprobs"][3] == {"a": -1.0, "bytes:\\xf0\\x9f": -2.0, " b": -1.0}
-    assert [entry["bytes"] for entry in chat_logprobs(NAMES, found)["content"]][1] == [0xF0, 0x9F]
+    content = json.loads(to_json(chat_logprobs(NAMES, found)))["content"]
+    assert [entry["bytes"] for entry in content][1] == [0xF0, 0x9F]
 
 
 def test_marks_that_are_not_shown_take_no_room() -> None:
@@ -160,7 +162,7 @@ def test_what_has_no_number_in_json_is_at_the_floor() -> None:
         chat_logprobs(NAMES, [never]),
         prompt_logprobs(NAMES, [never]),
     ):
-        assert str(FLOOR) in json.dumps(found, allow_nan=False)
+        assert str(FLOOR) in to_json(found).decode()
 
 
 # ---- strictness

@@ -17,8 +17,11 @@ from hypothesis import strategies as st
 from engine import AsyncEngine, EngineConfig, InvalidRequest
 from engine.core.outputs import Chunk
 from engine.core.sampling import TokenLogprobs
-from engine.plugins.frontends._aside import MUCH, aside
+from engine.core.serve.client import Ask
+from engine.plugins.frontends._aside import AT_ONCE as THREADS
+from engine.plugins.frontends._aside import MUCH, Aside
 from engine.plugins.frontends._bounds import AT_ONCE, STRINGS_A_PART, check_parts
+from engine.plugins.frontends._openai_schema import CompletionRequest
 from engine.plugins.frontends.openai import OpenAIFrontend, OpenAIOptions
 
 GOOD = {"prompt": [1, 2, 3], "max_tokens": 2, "temperature": 0}
@@ -225,15 +228,79 @@ def test_large_answers_are_put_into_words_elsewhere() -> None:
 
     one = TokenLogprobs(1, -1.0, 1, (1, 2, 3), (-1.0, -2.0, -3.0))
 
-    async def where(count: int) -> int:
-        return await aside([Chunk("x", (1,), logprobs=(one,) * count)], threading.get_ident)
-
     async def main() -> None:
-        here = threading.get_ident()
+        aside, here = Aside(), threading.get_ident()
+
+        async def where(count: int) -> int:
+            return await aside.build([Chunk("x", (1,), logprobs=(one,) * count)], threading.get_ident)
+
         assert await where(0) == await where(MUCH // 4) == here
         assert await where(MUCH // 4 + 1) != here
 
     asyncio.run(main())
+
+
+def test_few_threads_work_at_once_also_for_those_who_have_left() -> None:
+    """Whoever stops waiting leaves a thread behind that still computes: it counts until it has ended."""
+    import threading
+
+    async def main() -> None:
+        aside, begun, go = Aside(), threading.Semaphore(0), threading.Event()
+
+        def work() -> int:
+            begun.release()
+            go.wait(60)
+            return threading.get_ident()
+
+        tasks = [asyncio.create_task(aside.run(work)) for _ in range(THREADS + 2)]
+        for _ in range(THREADS):
+            assert await asyncio.to_thread(begun.acquire, timeout=60)
+        tasks[0].cancel()
+        await asyncio.sleep(0.05)
+        assert not begun.acquire(blocking=False)
+        go.set()
+        others = await asyncio.gather(*tasks[1:])
+        assert threading.get_ident() not in others
+        with pytest.raises(InvalidRequest):
+            await aside.run(lambda: check_parts(b"[[]]", 1))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "hello there " * 2000, "return_token_strs": True}),
+        ("/detokenize", {"tokens": [1000] * 8000}),
+        ("/v1/completions/render", {"prompt": [[5] * 100] * 100}),
+        ("/v1/completions", {"prompt": [[5] * 100] * 100, "max_tokens": 1}),
+    ],
+)
+def test_large_bodies_are_read_and_answered_elsewhere(
+    app: Any, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is decoded, tokenised and written of them: not where health is answered."""
+    import threading
+
+    from engine.core.models.tokenizer import Tokenizer
+
+    here, seen = threading.get_ident(), set()
+
+    def watched(kind: type[Any], name: str) -> None:
+        real = getattr(kind, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            seen.add(threading.get_ident())
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(kind, name, call)
+
+    for kind, name in ((Tokenizer, "encode"), (Tokenizer, "decode"), (Ask, "check"), (CompletionRequest, "parse")):
+        if "completions" not in path or "render" in path or kind is not Tokenizer:
+            watched(kind, name)
+    assert post(app, path, body).status_code == 200
+    assert seen
+    assert here not in seen
 
 
 def test_health_is_answered_while_bodies_are_refused_and_answers_are_large(server: Any) -> None:
