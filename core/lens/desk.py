@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from engine.core.errors import EngineError
 from engine.core.explain import explain
 from engine.core.lens.pages import PageMap
-from engine.core.lens.steps import StepLens
+from engine.core.lens.steps import WORDS, StepLens, tenant_of
 from engine.core.plan import Why
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ LEASE = 10.0  # seconds without a look, after which nobody looks any more
 FIRST = 24  # of the queue, that are told one by one
 COUNTED = 512  # of the queue, whose reasons are counted
 NODES = 96  # of a cache's tree
-WORDS = 160  # characters of what a policy says
 
 
 class Lens:
@@ -63,8 +62,8 @@ class Lens:
         return known[what](**options)
 
     def about(self) -> dict[str, Any]:
-        """Whether the KV cache keeps a tree. Does not mutate: asking this is no look."""
-        return {"tree": self._core.kv.outline(1) is not None}
+        """Whether the KV cache keeps a tree, and whether anybody looks. Does not mutate: asking this is no look."""
+        return {"tree": self._core.kv.outline(1) is not None, "open": self.steps is not None}
 
     def look(self, since: int = 0) -> dict[str, Any]:
         """What there is to see, of steps those after number ``since``. Steps are seen from the first look on, and no
@@ -113,7 +112,6 @@ def queue(core: EngineCore) -> dict[str, Any]:
 
 def told(core: EngineCore, request: Request, place: int, why: str, words: str) -> dict[str, Any]:
     """One that waits, as plain values."""
-    tenant = request.metadata.get("tenant")
     return {
         "id": request.id,
         "place": place,
@@ -124,5 +122,5 @@ def told(core: EngineCore, request: Request, place: int, why: str, words: str) -
         "seconds": core.now() - request.arrival,
         "priority": request.priority,
         "preemptions": request.preemptions,
-        "tenant": tenant[:WORDS] if isinstance(tenant, str) else "",
+        "tenant": tenant_of(request),
     }

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 STEPS = 120  # that are remembered
 LANES = 24  # requests that are followed one by one
+WORDS = 160  # characters of what somebody else says
 PLANS = 8  # that are looked through for how far a preempted request had come
 
 
@@ -150,14 +151,19 @@ class StepLens:
         lane = self._lanes.index(None)
         self._lanes[lane] = request
         self._lane_of[request] = lane
-        tenant = request.metadata.get("tenant")
-        self.names[request.arrival_index] = (request.id, tenant if isinstance(tenant, str) else "", request.num_prompt)
+        self.names[request.arrival_index] = (request.id, tenant_of(request), request.num_prompt)
         return lane
 
     def _free_lanes(self) -> None:
         for request, lane in [(request, lane) for request, lane in self._lane_of.items() if request.finished]:
             del self._lane_of[request]
             self._lanes[lane] = None
+
+
+def tenant_of(request: Request) -> str:
+    """Who asked, as far as it is said in few words; else empty."""
+    tenant = request.metadata.get("tenant")
+    return tenant[:WORDS] if isinstance(tenant, str) else ""
 
 
 def _same(plan: Plan, before: Plan) -> bool:

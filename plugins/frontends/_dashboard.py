@@ -44,7 +44,8 @@ class Dashboard:
         self.guard = Guard(self._played, PATH, keys)
 
     def mount(self, app: FastAPI) -> None:
-        """Answer under ``/dashboard``. Mutates the application."""
+        """Answer under ``/dashboard``; ``app.state.dashboard`` is this. Mutates the application."""
+        app.state.dashboard = self
         app.router.routes += [Route(PATH, self.guard), Mount(PATH, self.guard)]
 
     async def close(self) -> None:

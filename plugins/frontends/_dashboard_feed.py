@@ -51,13 +51,14 @@ class Feed:
         return self._task is not None
 
     def join(self, viewer: Viewer) -> None:
-        """One more watches. It is shown the newest frame at once, if there is one. Mutates."""
-        if viewer not in self.viewers:
-            self.viewers.append(viewer)
+        """One more watches. It is shown the newest frame at once, if there is one. Idempotent. Mutates."""
+        if viewer in self.viewers:
+            return
+        self.viewers.append(viewer)
         if self._task is None or self._task.get_loop() is not asyncio.get_running_loop():
             self._task = asyncio.get_running_loop().create_task(self._run(), name="dashboard feed")
         elif self._frame is not None:
-            viewer.show(self._frame)
+            self._show(viewer, self._frame)
 
     def leave(self, viewer: Viewer) -> None:
         """One watches no more; with the last one it ends. Idempotent. Mutates."""
@@ -90,17 +91,21 @@ class Feed:
         while self.viewers:
             self._frame = frame = history.frame(self._life(), await self._looked(history.step))
             for viewer in list(self.viewers):
-                try:
-                    viewer.show(frame)
-                except Exception:
-                    log.exception("a page of the dashboard could not be drawn: it is shown no more")
-                    self.leave(viewer)
+                self._show(viewer, frame)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._every):
                     await left.wait()
         with contextlib.suppress(EngineError, TimeoutError):  # a lens that nobody looks through closes by itself
             async with asyncio.timeout(LOOK_SECONDS):
                 await self._engine.ask_lens("close")
+
+    def _show(self, viewer: Viewer, frame: Frame) -> None:
+        """Draw a moment. A page that cannot be drawn is nobody else's trouble."""
+        try:
+            viewer.show(frame)
+        except Exception:
+            log.exception("a page of the dashboard could not be drawn: it is shown no more")
+            self.leave(viewer)
 
     async def _looked(self, since: int) -> dict[str, Any] | None:
         self.looks += 1

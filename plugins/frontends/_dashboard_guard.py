@@ -226,9 +226,9 @@ def secured(send: Send) -> Send:
 
     async def put(message: Message) -> None:
         if message["type"] == "http.response.start":
-            headers = MutableHeaders(scope=message)
-            for name in [name for name in headers if name.startswith("access-control-")]:
-                del headers[name]
+            kept = [pair for pair in message["headers"] if not pair[0].lower().startswith(b"access-control-")]
+            headers = MutableHeaders(raw=kept)
+            message["headers"] = headers.raw
             headers.update({"content-security-policy": PAGE_POLICY, "x-frame-options": "DENY",
                             "x-content-type-options": "nosniff", "referrer-policy": "same-origin"})  # fmt: skip
         await send(message)

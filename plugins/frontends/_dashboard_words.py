@@ -52,11 +52,11 @@ def tiles(frame: Frame) -> str:
     return "".join((
         _tile("running", f"{frame.value('running'):.0f}", "requests", frame.courses.get("running"), DECODE),
         _tile("waiting", f"{waiting:.0f}", _parked(frame), frame.courses.get("waiting"), SHARED),
-        _tile("generated", _short(frame.last("generated")), "tokens/s", frame.courses.get("generated"), DECODE),
-        _tile("computed", _short(frame.last("computed")), "tokens/s", frame.courses.get("computed"), PREFILL),
-        _tile("hit rate", f"{found / asked:.0%}" if asked else "–", f"of {_short(asked)} tokens",
+        _tile("generated", short(frame.last("generated")), "tokens/s", frame.courses.get("generated"), DECODE),
+        _tile("computed", short(frame.last("computed")), "tokens/s", frame.courses.get("computed"), PREFILL),
+        _tile("hit rate", f"{found / asked:.0%}" if asked else "–", f"of {short(asked)} tokens",
               frame.courses.get("hits"), CACHED),
-        _tile("KV in use", f"{used:.0%}", f"of {_short(total)} pages", frame.courses.get("pages_pinned"), HIT),
+        _tile("KV in use", f"{used:.0%}", f"of {short(total)} pages", frame.courses.get("pages_pinned"), HIT),
         _tile("first token", _seconds(ttft and ttft[0]), f"p99 {_seconds(ttft and ttft[1])}", None, QUIET),
         _tile("between tokens", _seconds(itl and itl[0]), f"p99 {_seconds(itl and itl[1])}", None, QUIET),
     ))  # fmt: skip
@@ -179,7 +179,8 @@ def _colour(why: str) -> str:
     return WHY_COLOURS.get(why, QUIET)
 
 
-def _short(value: float) -> str:
+def short(value: float) -> str:
+    """A number in few letters."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if value >= size:
             value, unit = value / (1e3 if letter == "k" else size), letter
