@@ -136,7 +136,11 @@ class EndpointTarget(Target):
 
     async def __aenter__(self) -> Self:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
-        headers = {**_headers(self._endpoint.api_key), "Content-Type": "application/json"}
+        headers = {
+            **_headers(self._endpoint.api_key),
+            "Content-Type": "application/json",
+            "Accept-Encoding": "identity",
+        }
         self._client = httpx.AsyncClient(headers=headers, limits=limits, timeout=None)
         return self
 

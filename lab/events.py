@@ -57,7 +57,8 @@ class AnswerStream:
     def end(self) -> None:
         """Nothing more comes. Mutates the answer."""
         answer, usage = self._answer, self._usage or {}
-        answer.tokens = int(usage.get("completion_tokens") or 0) or len(answer.times)
+        told = usage.get("completion_tokens")
+        answer.tokens = len(answer.times) if told is None else int(told)
         answer.prompt = int(usage.get("prompt_tokens") or 0) or answer.prompt
         answer.cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
         if self._bare_end and len(answer.times) > answer.tokens:
@@ -69,7 +70,7 @@ class AnswerStream:
 async def events_of(response: httpx.Response) -> AsyncIterator[Any]:
     """JSON of each event of a stream of server-sent events; ``None`` for ``[DONE]``. Raises ``ValueError``."""
     rest = b""
-    async for data in response.aiter_bytes():
+    async for data in response.aiter_raw():
         *lines, rest = (rest + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
