@@ -149,18 +149,7 @@ def descendants(pid: int) -> set[int]:
 def test_who_is_killed_leaves_nothing_half_and_nobody_behind(here, tmp_path):
     out = tmp_path / "out"
     work = "poisson:rate=50,requests=100,prompt=20,output=3-9"
-    flags = [
-        "--executor",
-        "sim",
-        "--executor.step-ms",
-        "1",
-        "--workload",
-        mark,
-        "--matrix",
-        "max-running=3,4",
-        "--out",
-        str(out),
-    ]
+    flags = [*SIM[:-1], "--workload", work, "--matrix", "max-running=3,4", "--out", str(out)]
     process = subprocess.Popen([*COMMAND, *flags], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 120
