@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -249,3 +250,24 @@ def test_what_is_wrong_is_one_line(here, flags, words):
     assert code == 2
     assert words in err
     assert len(err.splitlines()) == 1
+
+
+def documented() -> list[list[str]]:
+    """The commands of docs/bench.md."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "bench.md").read_text()
+    blocks = re.findall(r"^```sh\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    return [shlex.split(block.replace("\\\n", " "))[1:] for block in blocks]
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_the_commands_of_the_page_run(here, number):
+    commands = documented()
+    assert len(commands) == 3
+    few = ["--num-requests", "10", "--matrix", "scheduler=radix"] if number == 2 else ["--num-requests", "20"]
+    given = [part for part in commands[number] if number < 2 or not part.startswith("scheduler=")]
+    if number == 2:  # one axis less, and less of it
+        given.remove("--matrix")
+        given[given.index("--rounds") + 1] = "1"
+    code, out, err = here(*given, *few)
+    assert (code, err) == (0, "")
+    assert "requests/s" in out
