@@ -201,15 +201,19 @@ class Simulation:
         if opened.prefill is not None:
             metadata[SOURCE] = opened.prefill_engine
         one = among[side.choose(prompt)]
-        output = 1 if computes else arrival.output
+        output = 1 if computes else max(arrival.output, arrival.max_tokens)
+        ends = output > arrival.output
+        params = _params(output, one.executor.end_token if ends else None)
         try:
             request = one.add(
-                arrival.id, prompt, _params(output), now, priority=arrival.priority, arrival=opened.came,
+                arrival.id, prompt, params, now, priority=arrival.priority, arrival=opened.came,
                 deadline=arrival.deadline, metadata=metadata,
             )  # fmt: skip
         except (InvalidRequest, QueueFull) as error:
             self._end(opened, now, "refused", str(error))
             return
+        if ends:
+            one.executor.ends[arrival.id] = arrival.output
         opened.at, opened.side, opened.owed = one, side, len(prompt) + output
         side.sent(one.number, opened.owed)
         if computes:
@@ -292,8 +296,9 @@ class Simulation:
 
 
 @lru_cache(maxsize=4096)
-def _params(output: int) -> SamplingParams:
-    return SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
+def _params(output: int, end: int | None) -> SamplingParams:
+    stops = () if end is None else (end,)
+    return SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=not stops, stop_token_ids=stops)
 
 
 def simulate(
