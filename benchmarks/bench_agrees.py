@@ -1,7 +1,7 @@
 """``engine bench`` beside vLLM's load client: the same prompts at the same times to the same server, in turns.
 
-    python benchmarks/bench_agrees.py --vllm-python PATH [--rounds 5] [--rate 8] [--requests 120] [--json FILE]
-        [--prompt 64-256] [--output 16-48] [-- --executor sim --executor.step-ms 10 --executor.us-per-token 20]
+    python benchmarks/bench_agrees.py --vllm-python PATH [--rounds 5] [--rate 6] [--requests 120] [--json FILE]
+        [--prompt 64-256] [--output 16-48] [-- --executor sim --executor.step-ms 20 --executor.us-per-token 20]
 
 ``PATH`` is the Python of an environment in which ``vllm.benchmarks.serve`` can be imported. What follows ``--`` are
 flags of the ``engine serve`` that is loaded (default: the simulated executor as above, so that the load clients are
@@ -34,7 +34,7 @@ from engine.lab.jobs import reseeded
 from engine.lab.measured import spread
 
 WANTED = 0.05
-SIM = ("--executor", "sim", "--executor.step-ms", "10", "--executor.us-per-token", "20")
+SIM = ("--executor", "sim", "--executor.step-ms", "20", "--executor.us-per-token", "20")
 FIGURES = {f"{name} {how}": (name, how) for name in ("ttft", "tpot", "itl", "e2e") for how in ("mean", "p50", "p99")}
 ROW = "{:<16}{:>12}{:>12}{:>10}   {}"
 
@@ -145,7 +145,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--vllm-python", required=True)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--rate", type=float, default=8.0)
+    parser.add_argument("--rate", type=float, default=6.0)
     parser.add_argument("--requests", type=int, default=120)
     parser.add_argument("--prompt", default="64-256")
     parser.add_argument("--output", default="16-48")

@@ -204,6 +204,13 @@ def test_one_that_dies_does_not_end_the_others(here, tmp_path, monkeypatch):
     assert "ended by signal 9" in page(Job(), cells)
 
 
+def test_a_matrix_as_json_has_nothing_beside_it(here):
+    code, out, err = here("bench", *MODELLED, "--matrix", "rate=50", "--json", "-")
+    assert code == 0
+    assert [cell["choice"] for cell in json.loads(out)["cells"]] == [{"rate": "50"}]
+    assert err.startswith("[1/1] rate=50: ")
+
+
 def test_a_page_with_plots(here, tmp_path):
     pytest.importorskip("matplotlib", reason="plots need matplotlib")
     page = tmp_path / "page.html"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections import defaultdict
 
 import pytest
 import uvicorn
@@ -58,7 +57,7 @@ class Foreign:
 
     def __init__(self) -> None:
         self.bodies: list[dict] = []
-        self.tries: dict[int, int] = defaultdict(int)
+        self.clients: set = set()
         self.app = Starlette(routes=[
             Route("/v1/models", self.models), Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
@@ -70,6 +69,7 @@ class Foreign:
     async def complete(self, request: Request):
         body = await request.json()
         self.bodies.append(body)
+        self.clients.add(request.client)
         kind = body["max_tokens"]
         if kind in (429, 503, 500, 418):
             return JSONResponse({"error": {"message": f"no {kind}"}}, status_code=kind)
@@ -168,6 +168,13 @@ def test_tokens_are_counted_by_usage_and_gaps_by_chunks(foreign):
     assert result.client.tokens_a_chunk == 3
     result = driven(Endpoint.find(foreign.url, vocab=1000), asked(7))
     assert (result.requests[0].output, len(result.gaps)) == (2, 1), "a bare end is no token"
+
+
+def test_connections_are_used_again(foreign):
+    """An answer that is not read to its end costs its connection, and the server a new one."""
+    before = len(foreign.clients)
+    driven(Endpoint.find(foreign.url, vocab=1000), workload("constant:rate=20,requests=10,prompt=4,output=7"))
+    assert len(foreign.clients) - before < 8
 
 
 def test_what_is_sent_to_strangers(foreign):
