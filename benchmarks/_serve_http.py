@@ -45,6 +45,11 @@ class Server:
         self.about = {"command": " ".join(Path(part).name for part in command)}
         self._wait()
 
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://127.0.0.1:{self._port}"
+
     def serve(self, asked: Sequence[Asked]) -> dict[str, Any]:
         """One run, all requests in streams of their own."""
         return asyncio.run(self._serve(asked))

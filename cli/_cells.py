@@ -28,8 +28,12 @@ WORST = 2000  # characters of a dead process's last words
 Tell = Callable[[dict[str, Any]], None]
 
 
-def run_cells(cells: Sequence[Cell], kept: Kept | None) -> list[dict[str, Any]]:
-    """Run what is not finished; returns all cells, in the order of ``cells``. One that dies does not end the others."""
+def run_cells(cells: Sequence[Cell], kept: Kept | None, *, quiet: bool = False) -> list[dict[str, Any]]:
+    """Run what is not finished; returns all cells, in the order of ``cells``. One that dies does not end the others.
+
+    Args:
+        quiet: a line for each goes to standard error: standard output is for something else.
+    """
     found: list[dict[str, Any]] = []
     with _bars(len(cells)) as (bar, tell):
         for cell in cells:
@@ -43,7 +47,9 @@ def run_cells(cells: Sequence[Cell], kept: Kept | None) -> list[dict[str, Any]]:
                     kept.keep(cell, data)
             found.append(data)
             bar(len(found), "")
-            typer.echo(f"[{len(found)}/{len(cells)}] {cell.combination.words}: {_came(data)}" + " (kept)" * again)
+            typer.echo(
+                f"[{len(found)}/{len(cells)}] {cell.combination.words}: {_came(data)}" + " (kept)" * again, err=quiet
+            )
     return found
 
 
@@ -109,7 +115,9 @@ def _bars(total: int) -> Iterator[tuple[Callable[[int, str], None], Tell]]:
     console = Console(stderr=True)
     columns = (TextColumn("{task.fields[what]}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                TextColumn("{task.description}"))  # fmt: skip
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+    shared = sys.stdout.isatty()  # then lines are printed above the bars; else they stay out of each other's way
+    off = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=off, redirect_stdout=shared) as bars:
         cells = bars.add_task("", total=total, what="cells")
         requests = bars.add_task("", total=None, what="requests")
 

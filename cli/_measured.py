@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +32,9 @@ def progress(words: str) -> Iterator[Progress]:
         TimeElapsedColumn(),
         TextColumn("{task.description}"),
     )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    shared = sys.stdout.isatty()  # then lines are printed above the bar; else they stay out of each other's way
+    off = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=off, redirect_stdout=shared) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total, now: bar.update(task, completed=done, total=total, description=f"{now:,.0f} {words}")
 

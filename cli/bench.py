@@ -217,7 +217,7 @@ def _many(
 
     settings = _settings(found, rounds)
     kept = None if out is None else Kept(out, settings)
-    cells = run_cells([*in_turns(found, rounds)], kept)
+    cells = run_cells([*in_turns(found, rounds)], kept, quiet=to_json == "-")
     write_cells(settings, cells, to_json, to_csv)
     if to_json != "-":
         show_cells(cells)

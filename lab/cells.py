@@ -71,7 +71,7 @@ class Kept:
             folder.mkdir(parents=True, exist_ok=True)
             if (file := folder / SETTINGS).exists():
                 before = json.loads(file.read_text(encoding="utf-8"))
-                if differing := sorted(_differing(before, plain)):
+                if differing := sorted(set(_differing(before, plain))):
                     raise ConfigError(f"{folder} has results of other settings ({', '.join(differing)}): take another")
             elif any(folder.glob("cell-*.json")):
                 raise ConfigError(f"{folder} has cells, and no {SETTINGS} that says what of")
@@ -104,10 +104,13 @@ def write(file: Path, data: Any) -> None:
 
 
 def _differing(a: Any, b: Any, path: str = "") -> Iterator[str]:
-    """Where two plain values differ."""
+    """Where two plain values differ; places in lists are not told."""
     if isinstance(a, dict) and isinstance(b, dict):
         for key in {*a, *b}:
             yield from _differing(a.get(key), b.get(key), f"{path}.{key}" if path else str(key))
+    elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        for one, other in zip(a, b, strict=True):
+            yield from _differing(one, other, path)
     elif a != b:
         yield path
 

@@ -122,9 +122,17 @@ async def drive(target: Target, workload: Workload, *, progress: Progress | None
     """Run a workload against a target, in an open loop.
 
     Raises:
-        Whatever the target raises that is nobody's answer: all requests are given up then.
+        What the target raises first that is nobody's answer, such as ``EngineDead``: all requests are given up then.
     """
-    return await _Drive(target, workload, progress).run()
+    try:
+        return await _Drive(target, workload, progress).run()
+    except BaseExceptionGroup as group:
+        raise _first(group) from group
+
+
+def _first(error: BaseException) -> BaseException:
+    """Of a group of errors, the first."""
+    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
 async def warm(target: Target, workload: Workload, count: int) -> None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -27,6 +26,7 @@ OURS = "sixhooks"
 IGNORES_EOS = (OURS, "vllm", "sglang", "llamacpp")  # who takes ignore_eos, by owned_by of their models
 REFUSED = (429, 503)
 ASK_SECONDS = 30.0
+REST_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class Endpoint:
             if vocab is None and tokenizer is not None:
                 vocab = int(tokenizer.vocab_size)
             if vocab is None and owner == OURS:
-                vocab = _get(client, f"{base}/v1/engine", base).get("vocab_size")
+                vocab = _vocabulary(client, base)
             if vocab is None and not chat:
                 words = "give --vocab-size or --tokenizer, or ask with --chat"
                 raise ConfigError(f"nobody knows which token ids {card['id']!r} has: {words}")
@@ -136,37 +136,41 @@ class EndpointTarget(Target):
 
     async def __aenter__(self) -> Self:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
-        headers = {**_headers(self._endpoint.api_key), "Content-Type": "application/json"}
+        headers = {
+            **_headers(self._endpoint.api_key),
+            "Content-Type": "application/json",
+            "Accept-Encoding": "identity",
+        }
         self._client = httpx.AsyncClient(headers=headers, limits=limits, timeout=None)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._client.aclose()
 
-    def prepare(self, arrival: Arrival, said: Any) -> tuple[Any, bytes]:
-        """The prompt, and the whole body."""
+    def prepare(self, arrival: Arrival, said: Any) -> tuple[Any, httpx.Request]:
+        """The prompt, and the whole request."""
         prompt: Any
         if self._endpoint.chat:
             prompt = [*(said or ()), {"role": "user", "content": worded(arrival.prompt)}]
         else:
             prompt = made_up(arrival, said or (), self._endpoint.vocab)
-        return prompt, json.dumps(self._endpoint.body(arrival, prompt)).encode()
+        body = json.dumps(self._endpoint.body(arrival, prompt)).encode()
+        return prompt, self._client.build_request("POST", self._url, content=body)
 
-    async def ask(self, arrival: Arrival, prepared: tuple[Any, bytes], keep: bool) -> Answer:
+    async def ask(self, arrival: Arrival, prepared: tuple[Any, httpx.Request], keep: bool) -> Answer:
         """Read its stream to the end. Whatever goes wrong is an answer that is not good."""
-        prompt, body = prepared
+        prompt, request = prepared
         answer = Answer(prompt=0 if self._endpoint.chat else len(prompt), finish="cut")
         stream = AnswerStream(answer, self._endpoint.chat)
         try:
             async with asyncio.timeout(self._patience(arrival)):
-                await self._read(body, answer, stream)
+                await self._read(request, answer, stream)
         except TimeoutError:
             answer.finish = "timeout"
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             answer.finish, answer.detail = "unreachable", short(error)
         except (httpx.HTTPError, httpx.StreamError, ValueError) as error:
             answer.finish, answer.detail = "cut", short(error)
-        answer.ended = time.perf_counter()
         stream.end()
         if keep and answer.finish in GOOD:
             try:
@@ -180,18 +184,23 @@ class EndpointTarget(Target):
         told = self._endpoint.owner == OURS or arrival.deadline is None
         return self._endpoint.timeout if told else min(self._endpoint.timeout, arrival.deadline or 0.0)
 
-    async def _read(self, body: bytes, answer: Answer, stream: AnswerStream) -> None:
-        async with self._client.stream("POST", self._url, content=body) as response:
+    async def _read(self, request: httpx.Request, answer: Answer, stream: AnswerStream) -> None:
+        response = await self._client.send(request, stream=True)
+        try:
             if response.status_code != httpx.codes.OK:
                 words = words_of(await response.aread())
                 known = response.status_code in REFUSED
                 answer.finish = "refused" if known else f"http-{response.status_code}"
                 answer.detail = f"{response.status_code}: {words}"
                 return
-            async for event in events_of(response):
+            events = events_of(response)
+            async for event in events:
                 stream.take(event)
                 if stream.over:
-                    return
+                    break
+            await _rest(events)
+        finally:
+            await response.aclose()
 
     async def _said(self, prompt: Any, text: str) -> Any:
         """What a request that continues this one begins with."""
@@ -203,6 +212,16 @@ class EndpointTarget(Target):
         body = {"model": endpoint.model, "prompt": text, "add_special_tokens": False}
         answer = await self._client.post(f"{endpoint.base}/tokenize", json=body, timeout=endpoint.timeout)
         return [*prompt, *answer.raise_for_status().json()["tokens"]]
+
+
+async def _rest(events: AsyncIterator[Any]) -> None:
+    """Read what follows the last event: a connection whose answer was read whole is used again."""
+    try:
+        async with asyncio.timeout(REST_SECONDS):
+            async for _ in events:
+                pass
+    except (TimeoutError, httpx.HTTPError, ValueError):
+        pass  # it is closed then, and the answer was there
 
 
 def _base(url: str) -> str:
@@ -232,6 +251,15 @@ def _get(client: httpx.Client, url: str, base: str) -> dict[str, Any]:
     except ValueError as error:
         raise EngineError(f"{url} answered with no JSON") from error
     return found if isinstance(found, dict) else {}
+
+
+def _vocabulary(client: httpx.Client, base: str) -> int | None:
+    """What an engine of ours tells. A proxy before several does not."""
+    try:
+        told = _get(client, f"{base}/v1/engine", base).get("vocab_size")
+    except EngineError:
+        return None
+    return told if isinstance(told, int) else None
 
 
 def _tokenizes(client: httpx.Client, base: str, model: str) -> bool:

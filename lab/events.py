@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 
 from engine.lab.driving import Answer
+from engine.lab.measured import GOOD
 
 MOST_DETAIL = 300  # characters
 
@@ -23,6 +24,7 @@ class AnswerStream:
         self._bare_end = False  # the last event that counts brought an end and no text
         self.text: list[str] = []
         self.over = False
+        self._ended = 0.0  # when the end was told, as far as it was
 
     def take(self, event: Any) -> None:
         """The next event; ``None`` is the last. Mutates."""
@@ -43,6 +45,7 @@ class AnswerStream:
                 self.text.append(text)
                 self._bare_end = not text and bool(reason)
             if reason:
+                self._ended = now
                 answer.finish = "length" if reason == "length" else "stop"
         self._usage = event.get("usage") or self._usage
 
@@ -57,19 +60,22 @@ class AnswerStream:
     def end(self) -> None:
         """Nothing more comes. Mutates the answer."""
         answer, usage = self._answer, self._usage or {}
-        answer.tokens = int(usage.get("completion_tokens") or 0) or len(answer.times)
+        told_well = answer.finish in GOOD and self._ended
+        answer.ended = self._ended if told_well else time.perf_counter()
+        told = usage.get("completion_tokens")
+        answer.tokens = len(answer.times) if told is None else int(told)
         answer.prompt = int(usage.get("prompt_tokens") or 0) or answer.prompt
         answer.cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
         if self._bare_end and len(answer.times) > answer.tokens:
             answer.times.pop()
-        if answer.finish in ("stop", "length") and not answer.times:
+        if answer.finish in GOOD and not answer.times:
             answer.finish, answer.detail = "empty", "it ended without any token"
 
 
 async def events_of(response: httpx.Response) -> AsyncIterator[Any]:
     """JSON of each event of a stream of server-sent events; ``None`` for ``[DONE]``. Raises ``ValueError``."""
     rest = b""
-    async for data in response.aiter_bytes():
+    async for data in response.aiter_raw():
         *lines, rest = (rest + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):

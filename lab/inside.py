@@ -74,10 +74,11 @@ async def measure_async(
     await warm(target, workload, warm_up)
     before = await engine.measures()
     driven = await drive(target, workload, progress=progress)
+    client = driven.client if engine.pid is not None else driven.client._replace(cpu_share=0.0)  # it was the engine
     used = _used(before, await engine.measures(), driven.seconds, engine.limits.num_pages)
     return Results(
         workload=workload.name, requests=driven.requests, gaps=driven.gaps, seconds=driven.seconds, engines=(used,),
-        wall=driven.wall, cpu=driven.cpu, about=about(engine.description), client=driven.client,
+        wall=driven.wall, cpu=driven.cpu, about=about(engine.description), client=client,
     )  # fmt: skip
 
 

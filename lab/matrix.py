@@ -6,9 +6,12 @@ import itertools
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
+from pydantic import ValidationError
+
 from engine.core.config import ROLE_KEYS, SINGULAR, EngineConfig, LoadedConfig, Selection, keys_of
 from engine.core.effective import Effective
 from engine.core.errors import ConfigError, suggest
+from engine.core.protocols import PluginOptions
 from engine.core.registry import Registry
 from engine.lab.jobs import Job, plain
 
@@ -86,6 +89,11 @@ def combinations(
         found.setdefault(tuple(choice.items()), Combination(shown, job.model_copy(update=update)))
     if nobodys := next((name for name in names if name not in used), None):
         raise ConfigError(f"matrix: no combination has a plugin with the option {nobodys}")
+    made = [EngineConfig.model_validate(one.job.config) for one in found.values() if one.job.config]
+    for role in ROLE_KEYS if made else ():
+        for option in getattr(config, role).options:
+            if not any(option in getattr(one, role).options for one in made):
+                raise ConfigError(f"matrix: no combination has a plugin that takes {role}.{option} as it was set")
     return list(found.values())
 
 
@@ -120,13 +128,24 @@ def _selected(config: EngineConfig, name: str, value: str, registry: Registry) -
     """The new value of a field. Options that were set stay with plugins that know them."""
     if name in ROLE_KEYS:
         before: Selection = getattr(config, name)
-        known = registry.select(name, value).cls.Options.model_fields
-        options = {key: one for key, one in before.options.items() if value == before.name or key in known}
+        model = registry.select(name, value).cls.Options
+        options = {k: v for k, v in before.options.items() if value == before.name or _takes(model, k, v)}
         return Selection(name=value, options=options)
     if name in SINGULAR:
         several = {one.name: one for one in getattr(config, name)}
         return tuple(several.get(one, Selection(name=one)) for one in value.split(SEVERAL) if one)
     return value
+
+
+def _takes(model: type[PluginOptions], option: str, value: Any) -> bool:
+    """Whether an option that was set for another plugin means something here."""
+    if option not in model.model_fields:
+        return False
+    try:
+        model.__pydantic_validator__.validate_assignment(model.model_construct(), option, value)
+    except ValidationError:
+        return False
+    return True
 
 
 def _with_option(config: EngineConfig, name: str, value: str, registry: Registry) -> EngineConfig | None:
