@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from engine.core.errors import ConfigError
 
 GOOD = ("stop", "length")  # ends of requests that were answered
-LIMITS = ("ttft", "tpot", "itl", "e2e", "queue")
+LIMITS = ("ttft", "tpot", "itl", "stall", "e2e", "queue")
 PERCENTILES = (50, 90, 95, 99)
 
 
@@ -68,7 +68,7 @@ class Timed:
 @dataclass(frozen=True, slots=True)
 class SLO:
     """Limits that a request must keep to be worth something: seconds by name, of ``ttft``, ``tpot`` (its mean time
-    between tokens), ``itl`` (the 99th percentile of its own), ``e2e`` and ``queue``.
+    between tokens), ``itl`` (the 99th percentile of its own), ``stall`` (the longest), ``e2e`` and ``queue``.
 
     Source: goodput as in DistServe (Zhong et al., OSDI 2024).
     """

@@ -27,7 +27,7 @@ class Door:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        config = uvicorn.Config(_starting, log_level="warning", access_log=False, lifespan="off")
+        config = uvicorn.Config(_starting, http="h11", log_level="warning", access_log=False, lifespan="off")
         config.load()  # here: what it imports is imported by this thread, while no other one does
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._run, name="door", daemon=True)

@@ -90,6 +90,7 @@ async def serving(
     """
     config = uvicorn.Config(
         app,
+        http="h11",  # whatever else is installed: what is refused as no HTTP does not depend on that
         log_level="warning",
         access_log=False,
         lifespan="off",

@@ -300,6 +300,7 @@ def test_goodput_counts_what_keeps_every_limit():
     assert not slo.kept(timed(ttft=1.01, itl=0.01))
     assert not slo.kept(timed(ttft=0.5, itl=0.06))
     assert slo.kept(timed(ttft=0.5))
+    assert not SLO.parse("stall=1").kept(timed(itl=0.1, stall=1.5))
     assert not slo.kept(timed(ttft=0.5, itl=0.01, finish="timeout"))
     for wrong in ("ttft", "ttft=x", "tft=1", "ttft=0", "ttft=inf", ""):
         with pytest.raises(ConfigError, match="no limit such as"):
