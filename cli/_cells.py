@@ -129,7 +129,11 @@ def _bars(total: int) -> Iterator[tuple[Callable[[int, str], None], Tell]]:
                 probe = news["probe"]
                 bars.update(cells, description=f"{probe['rate']:.3g}/s: {probe['share']:.0%} kept")
 
-        yield lambda done, words: bars.update(cells, completed=done, description=words), tell
+        def at(done: int, words: str) -> None:
+            bars.update(cells, completed=done, description=words)
+            bars.reset(requests)
+
+        yield at, tell
 
 
 def show_cells(cells: Sequence[Mapping[str, Any]]) -> None:

@@ -128,7 +128,8 @@ def line_of(data: Mapping[str, Any]) -> dict[str, Any]:
         value: Any = summary
         for key in path:
             value = value.get(key) if isinstance(value, Mapping) else None
-        line[name] = value
+        without = path[0] == "slo" and not summary.get("slo", {}).get("limits")  # nothing to keep to
+        line[name] = None if without else value
     return line
 
 

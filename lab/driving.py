@@ -83,6 +83,7 @@ class Client(NamedTuple):
         cpu_share: CPU seconds of the client's process a second, of one core.
         most_open: most requests that were open at once.
         tokens_a_chunk: tokens that came in one piece, in the mean.
+        ttft: of the median request: what is late is late beside that.
     """
 
     late: dict[str, float | None]
@@ -90,21 +91,22 @@ class Client(NamedTuple):
     cpu_share: float
     most_open: int
     tokens_a_chunk: float
+    ttft: float = 0.0
 
     @property
     def doubts(self) -> list[str]:
         """Why its figures are not to be trusted; empty: no reason was seen."""
-        found = []
-        if (late := self.late["p99"] or 0.0) > MOST_LATE:
+        found, most = [], max(MOST_LATE, MOST_SHARE * self.ttft)
+        if (late := self.late["p99"] or 0.0) > most:
             found.append(f"1% of the requests were sent {late * 1e3:.0f} ms late or more")
-        if (lag := self.lag["p99"] or 0.0) > MOST_LATE:
+        if (lag := self.lag["p99"] or 0.0) > most:
             found.append(f"the client's event loop lagged behind by {lag * 1e3:.0f} ms or more in 1% of the time")
         if self.cpu_share > MOST_CPU:
             found.append(f"the client used {self.cpu_share:.0%} of a core")
         return found
 
 
-MOST_LATE, MOST_CPU = 0.02, 0.9
+MOST_LATE, MOST_SHARE, MOST_CPU = 0.02, 0.05, 0.9
 
 
 class Driven(NamedTuple):
@@ -250,7 +252,8 @@ class _Drive:
     def _client(self, wall: float, cpu: float) -> Client:
         share = (time.process_time() - cpu) / max(time.perf_counter() - wall, 1e-9)
         chunks = self._tokens / self._chunks if self._chunks else 1.0
-        return Client(spread(self._late), spread(self._lag), share, self._most, chunks)
+        ttft = spread(one.ttft for one in self._done if one.ttft is not None)["p50"] or 0.0
+        return Client(spread(self._late), spread(self._lag), share, self._most, chunks, ttft)
 
 
 async def _until(due: float) -> None:

@@ -20,6 +20,7 @@ from engine.lab.driving import Answer, Target
 from engine.lab.events import AnswerStream, events_of, short, words_of
 from engine.lab.inside import made_up
 from engine.lab.measured import GOOD
+from engine.lab.wire import Broken, Unreachable, Wire
 from engine.lab.wording import worded
 
 OURS = "sixhooks"
@@ -130,24 +131,27 @@ class EndpointTarget(Target):
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
+        url = httpx.URL(endpoint.base)
         path = "chat/completions" if endpoint.chat else "completions"
-        self._url = f"{endpoint.base}/v1/{path}"
-        self._client: httpx.AsyncClient
-
-    async def __aenter__(self) -> Self:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
-        headers = {
-            **_headers(self._endpoint.api_key),
+        self._path = f"{url.path.rstrip('/')}/v1/{path}"
+        tls = url.scheme == "https"
+        self._wire = Wire(url.host, url.port or (443 if tls else 80), tls=tls)
+        self._headers = {
+            **_headers(endpoint.api_key),
             "Content-Type": "application/json",
             "Accept-Encoding": "identity",
         }
-        self._client = httpx.AsyncClient(headers=headers, limits=limits, timeout=None)
+        self._client: httpx.AsyncClient  # for what is not measured
+
+    async def __aenter__(self) -> Self:
+        self._client = httpx.AsyncClient(headers=_headers(self._endpoint.api_key), timeout=self._endpoint.timeout)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._client.aclose()
+        await self._wire.close()
 
-    def prepare(self, arrival: Arrival, said: Any) -> tuple[Any, httpx.Request]:
+    def prepare(self, arrival: Arrival, said: Any) -> tuple[Any, Any]:
         """The prompt, and the whole request."""
         prompt: Any
         if self._endpoint.chat:
@@ -155,9 +159,9 @@ class EndpointTarget(Target):
         else:
             prompt = made_up(arrival, said or (), self._endpoint.vocab)
         body = json.dumps(self._endpoint.body(arrival, prompt)).encode()
-        return prompt, self._client.build_request("POST", self._url, content=body)
+        return prompt, self._wire.request(self._path, self._headers, body)
 
-    async def ask(self, arrival: Arrival, prepared: tuple[Any, httpx.Request], keep: bool) -> Answer:
+    async def ask(self, arrival: Arrival, prepared: tuple[Any, Any], keep: bool) -> Answer:
         """Read its stream to the end. Whatever goes wrong is an answer that is not good."""
         prompt, request = prepared
         answer = Answer(prompt=0 if self._endpoint.chat else len(prompt), finish="cut")
@@ -167,9 +171,9 @@ class EndpointTarget(Target):
                 await self._read(request, answer, stream)
         except TimeoutError:
             answer.finish = "timeout"
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            answer.finish, answer.detail = "unreachable", short(error)
-        except (httpx.HTTPError, httpx.StreamError, ValueError) as error:
+        except Unreachable as error:
+            answer.finish, answer.detail = "unreachable", str(error)
+        except (Broken, ValueError) as error:
             answer.finish, answer.detail = "cut", short(error)
         stream.end()
         if keep and answer.finish in GOOD:
@@ -184,23 +188,19 @@ class EndpointTarget(Target):
         told = self._endpoint.owner == OURS or arrival.deadline is None
         return self._endpoint.timeout if told else min(self._endpoint.timeout, arrival.deadline or 0.0)
 
-    async def _read(self, request: httpx.Request, answer: Answer, stream: AnswerStream) -> None:
-        response = await self._client.send(request, stream=True)
-        try:
-            if response.status_code != httpx.codes.OK:
-                words = words_of(await response.aread())
-                known = response.status_code in REFUSED
-                answer.finish = "refused" if known else f"http-{response.status_code}"
-                answer.detail = f"{response.status_code}: {words}"
+    async def _read(self, request: Any, answer: Answer, stream: AnswerStream) -> None:
+        async with self._wire.send(request) as reply:
+            if reply.status != httpx.codes.OK:
+                known = reply.status in REFUSED
+                answer.finish = "refused" if known else f"http-{reply.status}"
+                answer.detail = f"{reply.status}: {words_of(await reply.text())}"
                 return
-            events = events_of(response)
+            events = events_of(reply.data())
             async for event in events:
                 stream.take(event)
                 if stream.over:
                     break
             await _rest(events)
-        finally:
-            await response.aclose()
 
     async def _said(self, prompt: Any, text: str) -> Any:
         """What a request that continues this one begins with."""
@@ -210,7 +210,7 @@ class EndpointTarget(Target):
         if endpoint.tokenizer is not None:
             return [*prompt, *endpoint.tokenizer.encode(text, add_special=False)]
         body = {"model": endpoint.model, "prompt": text, "add_special_tokens": False}
-        answer = await self._client.post(f"{endpoint.base}/tokenize", json=body, timeout=endpoint.timeout)
+        answer = await self._client.post(f"{endpoint.base}/tokenize", json=body)
         return [*prompt, *answer.raise_for_status().json()["tokens"]]
 
 
@@ -220,7 +220,7 @@ async def _rest(events: AsyncIterator[Any]) -> None:
         async with asyncio.timeout(REST_SECONDS):
             async for _ in events:
                 pass
-    except (TimeoutError, httpx.HTTPError, ValueError):
+    except (TimeoutError, Broken, ValueError):
         pass  # it is closed then, and the answer was there
 
 

@@ -7,8 +7,6 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-import httpx
-
 from engine.lab.driving import Answer
 from engine.lab.measured import GOOD
 
@@ -72,10 +70,10 @@ class AnswerStream:
             answer.finish, answer.detail = "empty", "it ended without any token"
 
 
-async def events_of(response: httpx.Response) -> AsyncIterator[Any]:
+async def events_of(body: AsyncIterator[bytes]) -> AsyncIterator[Any]:
     """JSON of each event of a stream of server-sent events; ``None`` for ``[DONE]``. Raises ``ValueError``."""
     rest = b""
-    async for data in response.aiter_raw():
+    async for data in body:
         *lines, rest = (rest + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
