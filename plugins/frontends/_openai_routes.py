@@ -62,6 +62,7 @@ class Routes(Endpoints):
         super().__init__(
             keys=keys, max_body_bytes=max_body_bytes, max_parts=max(max_body_parts, limits.max_open),
             max_elements=max(limits.max_model_len, limits.max_waiting_tokens) + max_body_parts, open_paths=open_paths,
+            patience=slow_reader_s,
         )  # fmt: skip
         self.engine = engine
         self.name = name
@@ -94,7 +95,9 @@ class Routes(Endpoints):
             *DebugRoutes(self.engine, read=self.read).routes(),
         )
         app = self.build("Sixhooks", routes, origins=config.cors_origin)
-        app.add_middleware(Watched, life=self.life, answered=self.metrics.answered, log=config.log_requests)
+        app.add_middleware(
+            Watched, life=self.life, answered=self.metrics.answered, patience=self._patience, log=config.log_requests
+        )
         unguarded = {path for path, _, _, guarded in routes if not guarded}
         describe(
             app,
