@@ -16,6 +16,7 @@ from engine.core.protocols import ToolParser
 from engine.core.serve.client import AsyncEngine
 from engine.core.serve.streams import Gather, Group, embedded
 from engine.plugins.frontends._cache_routes import CacheRoutes
+from engine.plugins.frontends._dashboard import Dashboard
 from engine.plugins.frontends._debug_routes import DebugRoutes
 from engine.plugins.frontends._endpoints import Endpoints, id_of, tenant_of
 from engine.plugins.frontends._errors import HTTPError, failed, too_late
@@ -57,6 +58,7 @@ class Routes(Endpoints):
         max_body_parts: int,
         slow_reader_s: float,
         open_paths: Sequence[str] = (),
+        dashboard: bool = False,
     ) -> None:
         limits = engine.limits
         super().__init__(
@@ -72,6 +74,7 @@ class Routes(Endpoints):
         self._patience = slow_reader_s
         self._created = int(time.time())
         self._preparer = Preparer(engine, name, self._check_model, parser)
+        self._dashboard = Dashboard(engine, name=name, keys=keys, life=self.life.describe) if dashboard else None
 
     def app(self) -> FastAPI:
         """The ASGI application."""
@@ -99,13 +102,19 @@ class Routes(Endpoints):
             Watched, life=self.life, answered=self.metrics.answered, patience=self._patience, log=config.log_requests
         )
         unguarded = {path for path, _, _, guarded in routes if not guarded}
-        describe(
-            app,
-            self.engine.limits,
-            self.engine.model.hidden_size,
-            None if self._keys is None else {*unguarded, *self._open_paths},
-        )
+        if self._dashboard is not None:
+            self._dashboard.mount(app)
+        open_paths = None if self._keys is None else {*unguarded, *self._open_paths}
+        describe(app, self.engine.limits, self.engine.model.hidden_size, open_paths)
         return app
+
+    async def __aenter__(self) -> Routes:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """The server is gone: so is its dashboard."""
+        if self._dashboard is not None:
+            await self._dashboard.close()
 
     # ---- endpoints
 
