@@ -150,7 +150,7 @@ class Routes(Endpoints):
             finally:
                 group.abort()
         found = [embedded(stream, end) for stream, end in zip(group.streams, ends, strict=True)]
-        return await answer(self.name, asked, found, headers={"x-request-id": id_of(request)})
+        return await answer(self.name, asked, found, self.aside, headers={"x-request-id": id_of(request)})
 
     async def render_chat(self, request: Request) -> Response:
         """The exact prompt, text and ids, that a conversation becomes. Nothing is computed."""
