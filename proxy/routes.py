@@ -32,7 +32,7 @@ class Routes(Endpoints):
 
     def __init__(self, options: ProxyOptions, fleet: Fleet) -> None:
         keys = None if options.api_key is None else Keys([options.api_key])
-        super().__init__(keys=keys, max_body_bytes=options.max_body_bytes)
+        super().__init__(keys=keys, max_body_bytes=options.max_body_bytes, patience=options.slow_reader)
         self.options, self.fleet = options, fleet
         self.metrics = Metrics(fleet)
         self.relay = Relay(options, fleet, Chooser(options), self.metrics)

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 Question = type[AskStats] | type[AskDesk] | type[UpdateWeights]
 STATS_SECONDS = 10.0  # a long step answers when it ends
+LOGPROBS_AT_ONCE = 8  # so many times what one request may come to is kept for all that are open
 LONG_TEXT = 4096  # characters; longer text is tokenised in a thread, so that the event loop stays quick
 
 
@@ -246,10 +247,10 @@ class AsyncEngine:
             ask.check(self.limits)
         count, tokens = sum(ask.params.n for ask in asks), sum(ask.params.n * len(ask.tokens) for ask in asks)
         self._check_size(count, tokens)
-        self._check_logprobs(asks)
+        entries = self._check_logprobs(asks)
         self._bind()  # before the check: from here on, a death is told to this loop
         self._link.check()
-        self._check_room(count, tokens)
+        self._check_room(count, tokens, entries)
         group = Group(self._leave)
         each = ((ask, params) for ask in asks for params in ask.params.choices())
         adds = [self._prepare(group, index, ask, params) for index, (ask, params) in enumerate(each)]
@@ -418,27 +419,32 @@ class AsyncEngine:
             words = f"{tokens} tokens in {count} sequences, at most {limits.max_waiting_tokens} may wait"
             raise InvalidRequest("prompt", words, code="above_limit")
 
-    def _check_logprobs(self, asks: Sequence[Ask]) -> None:
-        """Raise ``InvalidRequest`` where their outputs could have more log-probabilities than are kept for a caller."""
+    def _check_logprobs(self, asks: Sequence[Ask]) -> int:
+        """How many log-probabilities they could come to. Raises ``InvalidRequest`` where these are more than are kept
+        for a caller."""
         limits = self.limits
-        entries = sum(
-            ask.params.n * (ask.params.logprobs + 1) * (ask.params.max_tokens or limits.max_model_len - len(ask.tokens))
-            for ask in asks
-            if ask.params.logprobs is not None
-        )
+        of_prompts = sum(ask.params.n * prompt_logprobs_of(ask.params, len(ask.tokens)) for ask in asks)
+        entries = sum(ask.params.n * logprobs_of(ask.params, len(ask.tokens), limits) for ask in asks)
+        if of_prompts > (most := max(limits.max_output_logprobs, limits.max_prompt_logprobs)):
+            words = f"all prompts' log-probabilities come to {of_prompts}, at most {most} are allowed"
+            raise InvalidRequest("prompt_logprobs", words, code="above_limit")
         if entries > limits.max_output_logprobs:
             words = (
                 f"sequences x tokens x (rivals + 1) come to {entries} log-probabilities, at most "
                 f"{limits.max_output_logprobs} are allowed: set max_tokens, or ask for fewer"
             )
             raise InvalidRequest("logprobs", words, code="above_limit")
+        return entries + of_prompts
 
-    def _check_room(self, count: int, tokens: int) -> None:
+    def _check_room(self, count: int, tokens: int, entries: int) -> None:
         """Raise ``QueueFull`` where there is no room now, with an estimate of when there will be."""
         limits, ledger = self.limits, self.ledger
         if (missing := len(ledger) + count - limits.max_open) > 0:
             words = f"{len(ledger)} requests are open, at most {limits.max_open} may be: try again later"
             raise QueueFull(words, retry_after=ledger.ends.wait_for(missing))
+        if ledger.logprobs and ledger.logprobs + entries > (most := LOGPROBS_AT_ONCE * limits.max_output_logprobs):
+            words = f"open requests may come to {ledger.logprobs} log-probabilities, at most {most} are kept at once"
+            raise QueueFull(f"{words}: there is no room for {entries} more", retry_after=ledger.ends.wait_for(1))
         waiting = ledger.waiting_tokens
         if waiting and (missing := waiting + tokens - limits.max_waiting_tokens) > 0:
             words = (
@@ -453,6 +459,8 @@ class AsyncEngine:
             request_id, len(ask.tokens), params, text_of(self.tokenizer, params) if ask.pooling is None else None,
             external_id=ask.request_id, tenant=ask.tenant or "", note=ask.note, wake=group.waker(index),
         )  # fmt: skip
+        stream.logprobs_room = logprobs_of(params, len(ask.tokens), self.limits)
+        stream.logprobs_room += prompt_logprobs_of(params, len(ask.tokens))
         group.add(stream)
         metadata = dict(ask.metadata) if ask.metadata is not None else None
         if metadata is not None and ask.tenant is not None:
@@ -497,6 +505,18 @@ class AsyncEngine:
         for future in self._asked.values():
             if not future.done():
                 future.set_exception(EngineDead(words))
+
+
+def logprobs_of(params: SamplingParams, prompt: int, limits: Limits) -> int:
+    """The most log-probabilities that one choice's output may come to, rivals included."""
+    return (
+        0 if params.logprobs is None else (params.logprobs + 1) * (params.max_tokens or limits.max_model_len - prompt)
+    )
+
+
+def prompt_logprobs_of(params: SamplingParams, prompt: int) -> int:
+    """The same of its prompt."""
+    return 0 if params.prompt_logprobs is None else (params.prompt_logprobs + 1) * prompt
 
 
 def _told(answer: DeskAnswer | Updated) -> EngineError:

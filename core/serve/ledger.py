@@ -33,6 +33,7 @@ class Ledger:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.open: dict[str, Stream] = {}
         self.waiting_tokens = 0  # prompt tokens of requests that have brought nothing yet
+        self.logprobs = 0  # that the open requests may come to
         self.ends = Ends()
         self._waiting: dict[str, int] = {}
         self._names: dict[str, tuple[str, ...]] = {}  # of callers, the oldest first -> the engine's
@@ -52,6 +53,7 @@ class Ledger:
         self._waiting[stream.request_id] = stream.num_prompt
         self.waiting_tokens += stream.num_prompt
         self.accepted += 1
+        self.logprobs += stream.logprobs_room
         if stream.external_id is not None:
             known = self._names.get(stream.external_id, ())
             self._names[stream.external_id] = (*known[1 - NAMES_EACH :], stream.request_id)
@@ -118,6 +120,7 @@ class Ledger:
 
     def _close(self, stream: Stream, reason: Finish) -> None:
         del self.open[stream.request_id]
+        self.logprobs -= stream.logprobs_room
         self._begun(stream)
         self.ended[reason.value] += 1
         self.ends.add()

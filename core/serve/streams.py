@@ -22,7 +22,9 @@ class Stream:
 
     Not thread-safe: fed and read by one thread.
 
-    Attribute ``vector``: what a request that pools came to; empty before its end.
+    Attributes:
+        vector: what a request that pools came to; empty before its end.
+        logprobs_room: how many log-probabilities it may come to.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Stream:
         self.course = Course()
         self.num_prompt = num_prompt
         self.num_output = 0
+        self.logprobs_room = 0
         self.cached_tokens = 0
         self.finish_reason: str | None = None
         self.error: Exception | None = None

@@ -20,11 +20,13 @@ from engine.core.keys import Keys
 from engine.plugins.frontends._aside import Aside
 from engine.plugins.frontends._bounds import MOST_PARTS, check_parts
 from engine.plugins.frontends._errors import HTTPError, as_http
-from engine.plugins.frontends._wire import CLIENT_CLOSED, ClientGone, authorize, json_response, read_body
+from engine.plugins.frontends._wire import CLIENT_CLOSED, ClientGone, Held, authorize, json_response, read_body
 
 log = logging.getLogger(__name__)
 
 LARGE_BODY = 16 * 1024  # bytes; larger ones are parsed, tokenised and checked in a thread
+BODIES_HELD = 16  # so many of the largest may be in memory at once, read in part or as a whole
+PATIENCE = 60.0
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -44,6 +46,7 @@ class Endpoints:
         keys: what guarded routes ask for; ``None``: nobody needs one.
         max_body_bytes, max_parts, max_elements: largest body that ``read`` takes: see ``check_parts``.
         open_paths: paths of routes that need no key after all.
+        patience: seconds in which something of a body must come.
     """
 
     def __init__(
@@ -54,9 +57,11 @@ class Endpoints:
         max_parts: int = MOST_PARTS,
         max_elements: int | None = None,
         open_paths: Collection[str] = (),
+        patience: float = PATIENCE,
     ) -> None:
         self._keys, self._max_body, self._open_paths = keys, max_body_bytes, frozenset(open_paths)
         self._max_parts, self._max_elements = max_parts, max_elements
+        self._patience, self._held = patience, Held(BODIES_HELD * max_body_bytes)
         self.aside = Aside()
 
     def build(self, title: str, routes: Iterable[Route], *, origins: Sequence[str] = ()) -> FastAPI:
@@ -94,8 +99,9 @@ class Endpoints:
     async def read(self, request: Request, work: Callable[[bytes], T]) -> T:
         """What ``work`` makes of the body: in a thread where that may take a while. Raises ``InvalidRequest``, too,
         where there is too much in it."""
-        body = await read_body(request, self._max_body)
-        return await self.aside.run(lambda: self._large(body, work)) if len(body) > LARGE_BODY else work(body)
+        with self._held.lease() as lease:
+            body = await read_body(request, self._max_body, self._patience, lease)
+            return await self.aside.run(lambda: self._large(body, work)) if len(body) > LARGE_BODY else work(body)
 
     def failure(self, error: Exception) -> HTTPError:
         """An error as clients are told of it. Those that are our own fault are logged."""

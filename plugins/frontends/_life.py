@@ -34,6 +34,8 @@ class Life:
 
     def __init__(self, engine: AsyncEngine, limit: float) -> None:
         self._engine, self._limit = engine, limit
+        # Before it is given up, so that whoever balances load turns to others meanwhile.
+        self._most_silence = max(HEARTBEATS_APART, min(limit, engine.config.heartbeat_timeout / 2))
         self._draining = False
         self.busy = 0
 
@@ -72,7 +74,7 @@ class Life:
         status, cause = "ok", None
         if state is State.STOPPED:
             status, cause = "dead", health.cause
-        elif health.silence > max(self._limit, HEARTBEATS_APART):
+        elif health.silence > self._most_silence:
             status, cause = "stalled", f"the engine was not heard of for {health.silence:.1f} s"
         elif health.stall > self._limit:
             status, cause = "stalled", f"no step has brought work forward for {health.stall:.1f} s"

@@ -37,6 +37,9 @@ def say_bounds(schemas: Mapping[str, dict[str, Any]], limits: Limits) -> None:
         for branch in _branches(fields.get("logit_bias", {}), ("object",)):
             branch["additionalProperties"].update({"minimum": -MAX_BIAS, "maximum": MAX_BIAS})
             branch["maxProperties"] = limits.max_logit_bias
+            branch["propertyNames"] = {"pattern": "^[0-9]{1,20}$"}
+    for branch in _branches(schemas["ChatRequest"]["properties"]["max_tokens"], NUMBERS):
+        branch["minimum"] = 1  # 0 is for completions that only echo
     ids = {"type": "array", "minItems": 1, "items": {"type": "integer", **token}}
     texts = {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}}
     shapes = [{"type": "string", "minLength": 1}, texts, ids, {"type": "array", "minItems": 1, "items": ids}]

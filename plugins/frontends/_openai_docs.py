@@ -56,15 +56,15 @@ WORDS = {
     400: "the request is not valid: which field, and why",
     401: "the API key is missing or wrong",
     404: "there is no such model",
-    408: "deadline_ms has passed",
+    408: "deadline_ms has passed, or the body does not come",
     409: "not available as this server was started",
     410: "these events are not kept any more",
     413: "the body is too large",
     429: "the queue is full",
     500: "the engine could not go on",
-    503: "starting, shutting down, the engine is gone, or the request waited too long",
+    503: "starting, shutting down, the engine is gone, too many large bodies, or the request waited too long",
 }
-GENERATION, READS, ASKS = (404, 408, 429, 500, 503), (404, 503), (409, 500, 503)
+GENERATION, READS, ASKS = (404, 429, 500, 503), (404, 503), (409, 500, 503)
 STATUSES: dict[str, tuple[int, ...]] = {
     "/tokenize": READS,
     "/detokenize": READS,
@@ -85,7 +85,7 @@ STATUSES: dict[str, tuple[int, ...]] = {
 """Beside 200 and 401, and those of ``BODY``. Other endpoints that take a body generate; the rest have no errors of
 their own."""
 
-BODY = {400, 413}
+BODY = {400, 408, 413, 503}
 """Of all that take a body."""
 
 QUERIES = {

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -15,6 +15,7 @@ from starlette.responses import Response
 from engine.core.errors import InvalidRequest
 from engine.core.outputs import Embedding
 from engine.core.pooling import Pooling, PoolingKind
+from engine.plugins.frontends._aside import Aside
 from engine.plugins.frontends._openai_fields import UNSUPPORTED
 from engine.plugins.frontends._openai_schema import Asked, in_one_shape
 from engine.plugins.frontends._wire import to_json
@@ -61,11 +62,12 @@ def told_of_input() -> Iterator[None]:
 
 
 async def answer(
-    model: str, wish: EmbeddingRequest, embeddings: Sequence[Embedding], *, headers: dict[str, str]
+    model: str, wish: EmbeddingRequest, embeddings: Sequence[Embedding], aside: Aside, *, headers: dict[str, str]
 ) -> Response:
     """The whole answer; in a thread where writing it takes a while."""
+    write = partial(written, model, wish, embeddings)
     large = sum(len(one.data) for one in embeddings) > 4 * LARGE_ANSWER
-    body = await asyncio.to_thread(written, model, wish, embeddings) if large else written(model, wish, embeddings)
+    body = await aside.run(write) if large else write()
     return Response(body, headers=headers, media_type="application/json")
 
 

@@ -72,6 +72,8 @@ class Body(Strict):
 
 
 def _read_json(body: bytes) -> dict[str, Any]:
+    if not body.strip():
+        raise InvalidRequest("body", "is empty: send a JSON object", code=MISSING)
     try:
         data = msgspec.json.decode(body)  # strict: no NaN, no trailing text
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

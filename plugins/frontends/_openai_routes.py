@@ -64,6 +64,7 @@ class Routes(Endpoints):
         super().__init__(
             keys=keys, max_body_bytes=max_body_bytes, max_parts=max(max_body_parts, limits.max_open),
             max_elements=max(limits.max_model_len, limits.max_waiting_tokens) + max_body_parts, open_paths=open_paths,
+            patience=slow_reader_s,
         )  # fmt: skip
         self.engine = engine
         self.name = name
@@ -97,16 +98,14 @@ class Routes(Endpoints):
             *DebugRoutes(self.engine, read=self.read).routes(),
         )
         app = self.build("Sixhooks", routes, origins=config.cors_origin)
-        app.add_middleware(Watched, life=self.life, answered=self.metrics.answered, log=config.log_requests)
+        app.add_middleware(
+            Watched, life=self.life, answered=self.metrics.answered, patience=self._patience, log=config.log_requests
+        )
         unguarded = {path for path, _, _, guarded in routes if not guarded}
         if self._dashboard is not None:
             self._dashboard.mount(app)
-        describe(
-            app,
-            self.engine.limits,
-            self.engine.model.hidden_size,
-            None if self._keys is None else {*unguarded, *self._open_paths},
-        )
+        open_paths = None if self._keys is None else {*unguarded, *self._open_paths}
+        describe(app, self.engine.limits, self.engine.model.hidden_size, open_paths)
         return app
 
     async def __aenter__(self) -> Routes:
@@ -151,7 +150,7 @@ class Routes(Endpoints):
             finally:
                 group.abort()
         found = [embedded(stream, end) for stream, end in zip(group.streams, ends, strict=True)]
-        return await answer(self.name, asked, found, headers={"x-request-id": id_of(request)})
+        return await answer(self.name, asked, found, self.aside, headers={"x-request-id": id_of(request)})
 
     async def render_chat(self, request: Request) -> Response:
         """The exact prompt, text and ids, that a conversation becomes. Nothing is computed."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -15,6 +16,7 @@ from engine.plugins.frontends._wire import CLIENT_CLOSED
 
 requests_log = logging.getLogger("engine.requests")
 UNKNOWN = "unknown"
+PIECE = 128 * 1024  # bytes of an answer that are handed on at once; the next ones wait until the client has read
 
 
 class Answered:
@@ -32,10 +34,15 @@ class Answered:
 
 
 class Watched:
-    """ASGI middleware: every request is counted once, when it has ended; those with a body count as work meanwhile."""
+    """ASGI middleware: every request is counted once, when it has ended; those with a body count as work meanwhile.
 
-    def __init__(self, app: ASGIApp, *, life: Life, answered: Answered, log: bool) -> None:
+    Large answers are sent piece by piece, so that none lies in memory for a client that does not read: after
+    ``patience`` seconds without reading it is let go.
+    """
+
+    def __init__(self, app: ASGIApp, *, life: Life, answered: Answered, patience: float, log: bool) -> None:
         self._app, self._life, self._answered, self._log = app, life, answered, log
+        self._patience = patience
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass everything on."""
@@ -48,7 +55,10 @@ class Watched:
             nonlocal status, complete
             if message["type"] == "http.response.start":
                 status = message["status"]
-            await send(message)
+            for piece in pieces_of(message):
+                # Not wait_for: before Python 3.12 it swallows a cancellation that comes as the send completes.
+                async with asyncio.timeout(self._patience):
+                    await send(piece)
             complete = complete or (message["type"] == "http.response.body" and not message.get("more_body", False))
 
         try:
@@ -57,11 +67,24 @@ class Watched:
                     await self._app(scope, receive, put)
             else:
                 await self._app(scope, receive, put)
+        except TimeoutError:
+            complete = False  # the connection is stuck, and closed: there is nobody to tell
         finally:
             said = status if complete else CLIENT_CLOSED
             self._answered.add(path_of(scope), said)
             if self._log:
                 log_request(scope, said, time.monotonic() - began)
+
+
+def pieces_of(message: Message) -> Iterator[Message]:
+    """The same in pieces."""
+    body = message.get("body", b"")
+    if len(body) <= PIECE:
+        yield message
+        return
+    for at in range(0, len(body), PIECE):
+        more = message.get("more_body", False) or at + PIECE < len(body)
+        yield {"type": message["type"], "body": body[at : at + PIECE], "more_body": more}
 
 
 def log_prompts(request_id: str, texts: Sequence[str | None], tokens: Sequence[Sequence[int]]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine.core.keys import Keys
-from engine.plugins.frontends._errors import HTTPError
+from engine.plugins.frontends._errors import HTTPError, come_again
 
 T = TypeVar("T")
 CLIENT_CLOSED = 499  # the status of a request whose client has left, which nobody sees but metrics and logs
@@ -23,11 +24,51 @@ class ClientGone(Exception):
     """The client closed its connection: there is nobody to answer."""
 
 
-async def read_body(request: Request, limit: int) -> bytes:
+class Held:
+    """How many bytes of bodies are in memory, of all requests that are being read, and how many may be."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.bytes = 0
+
+    @contextlib.contextmanager
+    def lease(self) -> Iterator[Lease]:
+        """A request's own part, given back in the end."""
+        lease = Lease(self)
+        try:
+            yield lease
+        finally:
+            self.bytes -= lease.bytes
+
+    @property
+    def full(self) -> bool:
+        """Whether there is no room for more."""
+        return self.bytes > self._most
+
+
+class Lease:
+    """What one request holds."""
+
+    def __init__(self, held: Held) -> None:
+        self._held = held
+        self.bytes = 0
+
+    def take(self, count: int) -> bool:
+        """So many bytes more. Returns whether there was room for them. Mutates."""
+        self.bytes += count
+        self._held.bytes += count
+        return not self._held.full
+
+
+async def read_body(request: Request, limit: int, patience: float, lease: Lease) -> bytes:
     """The request's body.
 
+    Args:
+        patience: seconds in which something of it must come.
+
     Raises:
-        HTTPError: 413 above ``limit`` bytes, which are never held in memory.
+        HTTPError: 413 above ``limit`` bytes, which are never held in memory; 503 where too much of other bodies is
+            there; 408 where it does not come.
         ClientGone: the client left in the middle of it.
     """
     declared = request.headers.get("content-length", "")
@@ -37,21 +78,38 @@ async def read_body(request: Request, limit: int) -> bytes:
     if declared.isdigit() and int(declared) > DRAIN_BYTES:
         raise too_large
     pieces: list[bytes] = []
-    size = 0
-    try:
-        async for piece in request.stream():
-            size += len(piece)
-            if size <= limit:
-                pieces.append(piece)
-            else:
-                pieces.clear()
-                if size > DRAIN_BYTES:
-                    break
-    except ClientDisconnect as error:
-        raise ClientGone from error
+    size, room = 0, True
+    async for piece in _patiently(request, patience):
+        size += len(piece)
+        room = room and (size > limit or lease.take(len(piece)))
+        if size <= limit and room:
+            pieces.append(piece)
+        else:
+            pieces.clear()
+            if size > DRAIN_BYTES:
+                break
     if size > limit:
         raise too_large
+    if not room:
+        words = "too many large bodies are being read: try again later"
+        raise HTTPError(503, words, "server_error", code="bodies_full", headers=come_again(None))
     return b"".join(pieces)
+
+
+async def _patiently(request: Request, patience: float) -> AsyncIterator[bytes]:
+    stream = aiter(request.stream())
+    while True:
+        try:
+            async with asyncio.timeout(patience):
+                piece = await anext(stream, None)
+        except ClientDisconnect as error:
+            raise ClientGone from error
+        except TimeoutError as error:
+            words = f"nothing of the body has come for {patience:g} s"
+            raise HTTPError(408, words, "timeout_error", "body", "body_timeout", {"Connection": "close"}) from error
+        if piece is None:
+            return
+        yield piece
 
 
 def authorize(request: Request, keys: Keys | None) -> str:

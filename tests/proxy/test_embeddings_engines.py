@@ -13,7 +13,7 @@ import pytest
 
 ACCEPTED = "engine_requests_accepted_total"
 POOLED = [{}, {"pooling": "mean"}, {"normalize": False}, {"encoding_format": "base64"}]
-LONG = [[1 + n % 60 for n in range(200)]] * 120  # takes a while
+LONG = [[1 + n % 60 for n in range(250)]] * 600  # takes many steps
 
 
 def tiny_model(folder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -82,6 +83,9 @@ class Verdict:
         known = schema.get("properties", ())
         return not isinstance(value, dict) or all(self(said, one) for name, one in value.items() if name not in known)
 
+    def _propertyNames(self, said: Any, value: Any, schema: Any) -> bool:
+        return not isinstance(value, dict) or all(re.search(said["pattern"], name) for name in value)
+
     def _required(self, said: Any, value: Any, schema: Any) -> bool:
         return not isinstance(value, dict) or set(said) <= set(value)
 
@@ -119,7 +123,7 @@ def response(**fields: Any) -> tuple[str, Any]:
 GOOD = [
     ("/tokenize", {"prompt": "a"}), ("/tokenize", {"messages": [TURN], "prompt": None}),
     completion(stream_options=None), completion(stream=True, stream_options={"include_usage": True}),
-    completion(prompt_logprobs=1), completion(stream=True, prompt_logprobs=None),
+    completion(logit_bias={"7": 1}), completion(prompt_logprobs=1), completion(stream=True, prompt_logprobs=None),
     completion(cache={"write": True, "ttl": 1.0}), completion(cache={"write": False}),
     completion(structured_outputs={"regex": "a", "json": None}), completion(structured_outputs={"json_object": True}),
     completion(response_format={"type": "text"}, structured_outputs={"choice": ["a"]}),
@@ -144,6 +148,7 @@ BAD = [
     chat({"role": "user"}), chat({"role": "tool", "content": "a"}), chat({"role": "tool", "tool_call_id": "c"}),
     chat({**TURN, "tool_call_id": "c"}), chat({**TURN, "tool_calls": [CALL]}),
     chat({"role": "assistant", "content": "a", "tool_call_id": "c"}),
+    chat(max_tokens=0), completion(logit_bias={"a": 1}),
     chat(top_logprobs=2), chat(logprobs=False, top_logprobs=1), chat(stream_options={}),
     chat(tool_choice="required"), chat(tool_choice=NAMED), chat(tools=[], tool_choice="required"),
     response(stream_options={}), response(tool_choice="required"),

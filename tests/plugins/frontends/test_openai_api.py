@@ -294,7 +294,7 @@ def test_bad_requests_name_field_and_limit(
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (b"", "not valid JSON"),
+        (b"", "is empty: send a JSON object"),
         (b"{", "not valid JSON"),
         (b'{"prompt": "a"} x', "not valid JSON"),
         (b"\xff\xfe", "not valid JSON"),

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import AsyncEngine, EngineConfig, InvalidRequest
+from engine import AsyncEngine, EngineConfig, InvalidRequest, QueueFull, SamplingParams
 from engine.core.outputs import Chunk
 from engine.core.sampling import TokenLogprobs
 from engine.core.serve.client import Ask
@@ -319,3 +319,32 @@ def test_health_is_answered_while_bodies_are_refused_and_answers_are_large(serve
                 slowest = max(slowest, server.http.get("/health/live").elapsed.total_seconds())
         assert asked.result().status_code == (200 if "echo" in body else 400)
         assert slowest < 5  # generous: where it is done in one go it takes many times as long
+
+
+def test_log_probabilities_of_all_open_requests_are_bounded_together() -> None:
+    """Each alone is within its limit; together they would fill memory. What has ended makes room."""
+    fields = {"executor": {"name": "sim", "step_ms": 5}, "max_output_logprobs": 1000}
+
+    async def main() -> None:
+        engine = AsyncEngine.launch(EngineConfig.model_validate(fields), in_process=True)
+        try:
+            wish = SamplingParams(max_tokens=100, logprobs=9, ignore_eos=True)
+            groups = [engine.submit_many([Ask(tokens=[1, 2], params=wish)]) for _ in range(8)]
+            with pytest.raises(QueueFull, match="8000 log-probabilities, at most 8000") as caught:
+                engine.submit_many([Ask(tokens=[1], params=SamplingParams(max_tokens=1, logprobs=0))])
+            assert caught.value.retry_after
+            with pytest.raises(QueueFull, match="no room for 2 more"):
+                engine.submit_many([Ask(tokens=[1], params=SamplingParams(max_tokens=1, prompt_logprobs=1))])
+            plain = engine.submit_many([Ask(tokens=[1], params=SamplingParams(max_tokens=1))])
+            groups[0].abort()
+            engine.submit_many([Ask(tokens=[1, 2], params=wish)]).abort()
+            for group in (*groups, plain):
+                group.abort()
+            assert engine.ledger.logprobs == 0
+            asks = [Ask(tokens=[1] * 2000, params=SamplingParams(prompt_logprobs=20)) for _ in range(2)]
+            with pytest.raises(InvalidRequest, match="all prompts' log-probabilities come to 84000"):
+                engine.submit_many(asks)
+        finally:
+            await engine.close()
+
+    asyncio.run(main())
