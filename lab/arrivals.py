@@ -44,6 +44,8 @@ class Arrival:
         tenant, session: told to policies as metadata.
         priority: smaller is more urgent.
         deadline: seconds from its arrival after which it ends unfinished; ``None``: never.
+        max_tokens: what it asks for, where that is more than its output: the answer ends by itself then, and the engine
+            cannot know when. 0: it asks for its output.
     """
 
     id: str
@@ -56,6 +58,7 @@ class Arrival:
     session: str = ""
     priority: int = 0
     deadline: float | None = None
+    max_tokens: int = 0
 
     @property
     def new_tokens(self) -> int:
@@ -119,6 +122,8 @@ def _wrong(one: Arrival, seen: Container[str]) -> str:
         return "it has no prompt"
     if one.output < 1:
         return f"it wants {one.output} tokens"
+    if 0 < one.max_tokens < one.output:
+        return f"it asks for {one.max_tokens} tokens and is answered with {one.output}"
     if one.continues and one.continues not in one.after:
         return f"it continues {one.continues!r}, which it does not follow"
     return next((f"it follows {other!r}, which is not before it" for other in one.after if other not in seen), "")

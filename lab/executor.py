@@ -27,7 +27,7 @@ Dtype = Literal["float32", "bfloat16", "float16", "fp8", "int8", "int4"]
 
 
 class ModelledExecutor(Executor):
-    """A device of modelled speed. A request is answered with one token, again and again: its own, never an end.
+    """A device of modelled speed. A request is answered with one token, again and again: its own.
 
     In overlap mode the device goes on with the next step as soon as it has one, while the host plans.
 
@@ -36,6 +36,7 @@ class ModelledExecutor(Executor):
         simulated: the clock on which time passes at once; ``None``: it is the machine's, and is waited for.
         busy: seconds that the device has computed so far.
         work: tokens computed, and rows, so far.
+        ends: tokens of the answers that end by themselves, by request id: the last one is ``end_token``.
     """
 
     name = "modelled"
@@ -65,6 +66,8 @@ class ModelledExecutor(Executor):
         self.simulated: SimulatedClock | None = None
         self.busy = 0.0
         self.work = [0, 0]
+        self.ends: dict[str, int] = {}
+        self._last: dict[Request, int] = {}  # index of the token that ends it
 
     def use(self, *, model: str, attention: Any, seed: int) -> None:
         """Which model it stands for."""
@@ -129,7 +132,7 @@ class ModelledExecutor(Executor):
     def start(self, context: Context) -> None:
         """Go by the engine's clock."""
         self._clock = context.clock
-        self._vocab = context.limits.vocab_size
+        self.end_token = context.limits.vocab_size - 1
 
     def launch(self, plan: Plan) -> Callable[[], Outcome]:
         """The device begins as soon as it is free; the answer is there when it is done."""
@@ -161,12 +164,25 @@ class ModelledExecutor(Executor):
         except KeyError:
             for request in plan.requests:
                 if request not in said:
-                    said[request] = (crc32(request.id.encode()) % self._vocab,)
+                    said[request] = (crc32(request.id.encode()) % self.end_token,)
+                    if (output := self.ends.pop(request.id, None)) is not None:
+                        self._last[request] = request.num_prompt + output - 1
             tokens = [said[request] for request in plan.requests]
+        if self._last:
+            self._end(plan, tokens)
         if all(plan.samples):
             return tokens
         return [token if samples else () for token, samples in zip(tokens, plan.samples, strict=True)]
 
+    def _end(self, plan: Plan, tokens: list[tuple[int, ...]]) -> None:
+        """The last tokens of answers that end. In overlap mode a row more may come after one: it is dropped."""
+        last = self._last
+        for row, request in enumerate(plan.requests):
+            if (at := last.get(request)) is not None and plan.starts[row] + plan.counts[row] >= at:
+                tokens[row] = (self.end_token,)
+
     def forget(self, request: Request) -> None:
-        """Its token."""
+        """Its tokens."""
         self._said.pop(request, None)
+        self._last.pop(request, None)
+        self.ends.pop(request.id, None)

@@ -31,6 +31,7 @@ class Timed:
         stall: the longest of them.
         e2e: from its arrival to its end.
         handoff: from the end of its prompt, computed elsewhere, to its start where it is answered.
+        late: from its arrival to when the client really sent it; of a simulated one there is none.
         cached: tokens of the prompt that came from the prefix cache at its first start.
         preemptions: how often it lost its pages and started again.
         finish: ``length`` and ``stop``: answered; ``timeout``, ``abort``, ``error`` as the engine says; ``refused``: it
@@ -56,6 +57,7 @@ class Timed:
     preemptions: int = 0
     engine: str = ""
     prefill_engine: str = ""
+    late: float | None = None
 
     @property
     def answered(self) -> bool:
@@ -98,13 +100,18 @@ class SLO:
         return ",".join(f"{name}={limit:g}" for name, limit in self.limits.items())
 
 
-def timed_gaps(times: Sequence[float]) -> tuple[NDArray[np.float32], dict[str, float]]:
-    """Gaps between tokens that came at these times, and ``tpot``, ``itl`` and ``stall`` of their request."""
+def timed_gaps(times: Sequence[float], tokens: int | None = None) -> tuple[NDArray[np.float32], dict[str, float]]:
+    """Gaps between tokens that came at these times, and ``tpot``, ``itl`` and ``stall`` of their request.
+
+    Args:
+        tokens: how many came in all, where several could come at one of the times: gaps are then those between times,
+            as other load clients count them, and ``tpot`` goes by the tokens.
+    """
     if len(times) < 2:
         return np.empty(0, np.float32), {}
     gaps = np.diff(np.asarray(times))
     own = {
-        "tpot": (times[-1] - times[0]) / (len(times) - 1),
+        "tpot": (times[-1] - times[0]) / (max(len(times), tokens or 0) - 1),
         "itl": percentile(gaps, 99),
         "stall": float(gaps.max()),
     }
@@ -163,7 +170,7 @@ def summary(requests: Sequence[Timed], gaps: NDArray[np.float32], seconds: float
         },
         **{
             name: spread(value for one in requests if (value := getattr(one, name)) is not None)
-            for name in ("queue", "ttft", "tpot", "stall", "e2e", "handoff")
+            for name in ("queue", "ttft", "tpot", "stall", "e2e", "handoff", "late")
         },
         "itl": spread(gaps.astype(np.float64)),
     }  # fmt: skip

@@ -48,14 +48,14 @@ class Fleet:
 
 class Used(NamedTuple):
     """What an engine did: ``busy`` and ``seconds`` of the device and in all, tokens computed, rows of a step in the
-    mean, pages in its pool, and counters of its core."""
+    mean (``None``: it does not tell), pages in its pool, and counters of its core."""
 
     engine: str
     seconds: float
     busy: float
     steps: int
     tokens: int
-    rows_a_step: float
+    rows_a_step: float | None
     pages: int
     cached_tokens: int
     recomputed_tokens: int

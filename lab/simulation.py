@@ -10,7 +10,6 @@ it is told then. Requests that come meanwhile are in the queue when the next tur
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -27,8 +26,9 @@ from engine.core.registry import Registry
 from engine.core.request import Finish, Request, SamplingParams
 from engine.lab.arrivals import Arrival, Workload, tokens_of
 from engine.lab.cost import CostModel
+from engine.lab.following import SKIPPED, Following
 from engine.lab.handoff import SOURCE, Links
-from engine.lab.measured import Timed, timed_gaps
+from engine.lab.measured import GOOD, Timed, timed_gaps
 from engine.lab.replica import Fleet, Replica, replica
 from engine.lab.results import Results
 from engine.lab.routers import Router, router
@@ -96,9 +96,7 @@ class Simulation:
         self._open: dict[str, _Open] = {}
         self._done: list[Timed] = []
         self._gaps: list[NDArray[np.float32]] = []
-        self._followers: dict[str, list[Arrival]] = defaultdict(list)
-        self._missing: dict[str, int] = {}  # request -> how many of those that it follows have not ended
-        self._kept: dict[str, list[int]] = {}  # tokens of those that somebody is going to continue
+        self._following = Following(workload)
         self._last = 0.0
 
     def _build(self, config: EngineConfig, cost: CostModel | None, registry: Registry) -> None:
@@ -148,15 +146,9 @@ class Simulation:
     # ---- events
 
     def _begin(self) -> None:
-        for one in self.workload:
-            if one.after:
-                self._missing[one.id] = len(one.after)
-                for other in one.after:
-                    self._followers[other].append(one)
-            else:
-                self._numbers += 1
-                self._events.append((one.at, ARRIVAL, self._numbers, one))
-        self._continued = Counter(one.continues for one in self.workload if one.continues)
+        for one in self._following.roots:
+            self._numbers += 1
+            self._events.append((one.at, ARRIVAL, self._numbers, one))
         heapify(self._events)
 
     def _push(self, when: float, kind: int, what: Any) -> None:
@@ -194,17 +186,12 @@ class Simulation:
     # ---- requests
 
     def _arrive(self, arrival: Arrival, now: float) -> None:
-        before = self._take(arrival.continues) if arrival.continues else []
+        before = self._following.begin(arrival) or []
         opened = _Open(arrival, now, before + tokens_of(arrival.prompt, self._vocab))
         if self._prefill_router is None:
             self._submit(opened, self._router, self.replicas, now)
         else:
             self._submit(opened, self._prefill_router, self.prefills, now)
-
-    def _take(self, name: str) -> list[int]:
-        """Tokens of a request that one continues; the last one to do so takes them away."""
-        self._continued[name] -= 1
-        return self._kept[name] if self._continued[name] else self._kept.pop(name)
 
     def _submit(self, opened: _Open, side: Router, among: Sequence[Replica], now: float) -> None:
         """Give a request, or its prompt alone, to an engine of a side."""
@@ -214,15 +201,19 @@ class Simulation:
         if opened.prefill is not None:
             metadata[SOURCE] = opened.prefill_engine
         one = among[side.choose(prompt)]
-        output = 1 if computes else arrival.output
+        output = 1 if computes else max(arrival.output, arrival.max_tokens)
+        ends = output > arrival.output
+        params = _params(output, one.executor.end_token if ends else None)
         try:
             request = one.add(
-                arrival.id, prompt, _params(output), now, priority=arrival.priority, arrival=opened.came,
+                arrival.id, prompt, params, now, priority=arrival.priority, arrival=opened.came,
                 deadline=arrival.deadline, metadata=metadata,
             )  # fmt: skip
         except (InvalidRequest, QueueFull) as error:
             self._end(opened, now, "refused", str(error))
             return
+        if ends:
+            one.executor.ends[arrival.id] = arrival.output
         opened.at, opened.side, opened.owed = one, side, len(prompt) + output
         side.sent(one.number, opened.owed)
         if computes:
@@ -297,29 +288,17 @@ class Simulation:
             )
         )
         self._last = max(self._last, now)
-        well = finish in (Finish.LENGTH, Finish.STOP)
-        if well and self._continued[arrival.id]:
-            assert request is not None
-            self._kept[arrival.id] = request.tokens
-        for follower in self._followers.pop(arrival.id, ()):
-            self._follow(follower, now, well)
-
-    def _follow(self, follower: Arrival, now: float, well: bool) -> None:
-        """One of those that it follows has ended."""
-        if follower.id not in self._missing:
-            return  # it was skipped already
-        self._missing[follower.id] -= 1
-        if not well:
-            del self._missing[follower.id]
-            self._end(_Open(follower, now, []), now, "skipped", "what it follows was not answered")
-        elif not self._missing[follower.id]:
-            del self._missing[follower.id]
-            self._push(now + follower.at, ARRIVAL, follower)
+        said = request.tokens if request is not None and finish in GOOD else None
+        self._following.ended(
+            arrival, said, come=lambda one: self._push(now + one.at, ARRIVAL, one),
+            skip=lambda one: self._end(_Open(one, now, []), now, "skipped", SKIPPED),
+        )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
-def _params(output: int) -> SamplingParams:
-    return SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
+def _params(output: int, end: int | None) -> SamplingParams:
+    stops = () if end is None else (end,)
+    return SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=not stops, stop_token_ids=stops)
 
 
 def simulate(

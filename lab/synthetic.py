@@ -29,6 +29,9 @@ class Independent(Source):
     prefixes: int = Field(1, ge=1, description="different such beginnings, all equally often")
     tenants: int = Field(1, ge=1, description="tenants, all equally often")
     deadline: float | None = Field(None, gt=0, description="seconds after which a request ends unfinished")
+    max_tokens: int | None = Field(
+        None, ge=1, description="tokens that a request asks for, where its answer ends before (default: its answer's)"
+    )
 
     @abstractmethod
     def times(self, rng: Random) -> Iterator[float]:
@@ -47,13 +50,15 @@ class Independent(Source):
         for number, when in enumerate(times):
             own = Piece(seed_of(seed, self.name, "own", number), whole(prompt, rng))
             start = [Piece(seed_of(seed, "prefix", rng.randrange(self.prefixes)), self.prefix)] if self.prefix else []
+            answer = whole(output, rng)
             arrivals.append(
                 Arrival(
                     f"r{number}",
                     when,
                     (*start, own),
-                    whole(output, rng),
+                    answer,
                     deadline=self.deadline,
+                    max_tokens=max(self.max_tokens, answer) if self.max_tokens else 0,
                     tenant=f"t{rng.randrange(self.tenants)}" if self.tenants > 1 else "",
                 )
             )

@@ -27,6 +27,7 @@ def about(engine: AsyncEngine, name: str, incarnation: str, life: Life) -> dict[
         "fingerprint": engine.model.fingerprint,
         "page_size": limits.page_size,
         "num_pages": limits.num_pages,
+        "vocab_size": limits.vocab_size,
         "max_model_len": limits.max_model_len,
         "connectors": engine.description.get("connectors", {}),
         "health": life.describe(),

@@ -269,6 +269,7 @@ class EngineAnswer(TypedDict):
     fingerprint: str
     page_size: int
     num_pages: int
+    vocab_size: int
     max_model_len: int
     connectors: dict[str, Any]
     health: HealthAnswer

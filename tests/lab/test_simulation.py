@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 
 from engine.core import ConfigError, EngineConfig, SamplingParams, assemble
+from engine.core.config import Selection
 from engine.lab import SLO, Arrival, Fleet, Piece, Simulation, Workload, simulate, workload
 from engine.lab.arrivals import tokens_of
 from engine.lab.measured import Timed, percentile, timed_gaps, write_csv
@@ -70,6 +71,30 @@ def test_nobody_sleeps(monkeypatch):
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"slept {seconds} s"))
     found = simulate(config(), requests(("a", 0.0, 50, 50), ("b", 1e6, 50, 50)), Fleet(replicas=1, prefill=1))
     assert found.seconds > 1e6
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("scheduler", "kvcache"), PAIRS)
+def test_answers_end_before_what_was_asked_for_also_where_they_are_preempted(scheduler, kvcache, overlap):
+    text = "poisson:rate=200,requests=40,prompt=20,output=1-300,max-tokens=300"
+    options = {"schedule_conservativeness": 0.01} if scheduler == "radix" else {}
+    chosen = Selection(name=scheduler, options=options)
+    engine = config(scheduler=chosen, kvcache=kvcache, num_pages=60, overlap=overlap)
+    made = workload(text)
+    results = simulate(engine, made, cost=FixedCost())
+    assert results.summary()["preemptions"] > 0
+    asked = {one.id: one for one in made}
+    for one in results.requests:
+        assert one.output == asked[one.id].output
+        assert one.finish == ("length" if one.output == 300 else "stop")
+
+
+def test_what_is_asked_for_is_reserved_by_the_scheduler_that_reserves():
+    """Ten tokens each: with a hundred asked for, prefill-first lets fewer in at a time."""
+    texts = [f"batch:requests=30,prompt=20,output=10,max-tokens={asked}" for asked in (10, 100)]
+    engine = config(scheduler="radix", kvcache="radix", num_pages=60)
+    short, long = (simulate(engine, workload(text), cost=FixedCost()).summary() for text in texts)
+    assert long["rows_a_step"] < 0.8 * short["rows_a_step"]
 
 
 def test_deadlines_are_on_the_simulated_clock():
