@@ -77,7 +77,7 @@ class Lens:
             "now": core.now(),
             "step": core.counters.steps,
             "values": core.stats(),
-            "steps": [(*one[:-1], [tuple(cell) for cell in one.cells]) for one in seen],
+            "steps": [tuple(one) for one in seen],
             "names": self.steps.names,
             "queue": queue(core),
             "pages": self._map.look(),

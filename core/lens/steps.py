@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,16 +27,11 @@ class Kind(IntEnum):
     PREEMPTED = 4  # it gave up its pages
 
 
-class Cell(NamedTuple):
-    """One request in one step. ``number`` is the request's; ``found`` tokens came from the cache, ``tokens`` were
-    computed, or, of one that was preempted, lost; ``why`` it got no more (a ``Why``, or empty)."""
+DECODES = (int(Kind.DECODE), 0, 0)
 
-    lane: int
-    number: int
-    kind: int
-    tokens: int
-    found: int = 0
-    why: str = ""
+Cell = tuple[int, int, int, int, int, str]
+"""One request in one step: its lane and number; the ``Kind``; tokens that it computed, or lost, where it was preempted;
+tokens that the cache gave; why it got no more (a ``Why``, or empty). Plain, since there are many."""
 
 
 class Seen(NamedTuple):
@@ -93,40 +89,46 @@ class StepLens:
 
     def since(self, step: int) -> list[Seen]:
         """Steps with greater numbers, as far as they are remembered. Forgets names that none needs. Mutates."""
-        used = {cell.number for seen in self.seen for cell in seen.cells}
+        used = {cell[1] for seen in self.seen for cell in seen.cells}
         for number in [number for number in self.names if number not in used]:
             del self.names[number]
         for request in [request for request in self._lost if request.finished]:
             del self._lost[request]
         return [seen for seen in self.seen if seen.step > step]
 
-    def lane(self, request: Request) -> int | None:
-        """The lane that a request is followed in."""
-        return self._lane_of.get(request)
-
     # ---- inside
 
     def _look(self, plan: Plan) -> tuple[list[Cell], tuple[int, int, int, int]]:
         """Cells of the requests that are followed; decoded, prefilled, again and found tokens of all."""
         cells = [cell for request in plan.preempted if (cell := self._preempted(request)) is not None]
-        self._free_lanes()
-        admitted, cuts = set(plan.admitted), plan.cuts
-        decode = prefill = again = found = 0
-        for request, start, count in zip(plan.requests, plan.starts, plan.counts, strict=True):
-            kind, hit = Kind.DECODE, 0
-            if start >= request.prefill_target:
-                decode += count
-            else:
-                hit = start if request in admitted else 0
-                repeated = min(count, max(0, self._lost[request] - start)) if request in self._lost else 0
-                kind = Kind.AGAIN if repeated else Kind.HIT if hit else Kind.PREFILL
-                found, again, prefill = found + hit, again + repeated, prefill + count - repeated
-            lane = self._lane_of.get(request)
-            if lane is None and (lane := self._take_lane(request)) is None:
-                continue
-            why = cuts.get(request.id) if cuts else None
-            cells.append(Cell(lane, request.arrival_index, kind, count, hit, "" if why is None else why.value))
-        return cells, (decode, prefill, again, found)
+        requests, counts = plan.requests, plan.counts
+        special = self._prefills(plan)
+        prefill = again = found = 0
+        for row, (_, hit, repeated) in special.items():
+            found, again, prefill = found + hit, again + repeated, prefill + counts[row] - repeated
+        self._give_lanes(requests)
+        lane_of, cuts = self._lane_of.get, plan.cuts
+        for row, lane in [
+            (row, lane) for row, request in enumerate(requests) if (lane := lane_of(request)) is not None
+        ]:
+            request = requests[row]
+            kind, hit, _ = special.get(row, DECODES)
+            why = cuts[request.id].value if cuts and request.id in cuts else ""
+            cells.append((lane, request.arrival_index, kind, counts[row], hit, why))
+        return cells, (plan.total_tokens - prefill - again, prefill, again, found)
+
+    def _prefills(self, plan: Plan) -> dict[int, tuple[int, int, int]]:
+        """Kind, tokens found and tokens computed again, of the rows that do not decode."""
+        starts = plan.starts
+        rows = [row for row, request in enumerate(plan.requests) if starts[row] < request.prefill_target]
+        admitted = set(plan.admitted) if rows else ()
+        found = {}
+        for row in rows:
+            request, start = plan.requests[row], starts[row]
+            hit = start if request in admitted else 0
+            again = min(plan.counts[row], max(0, self._lost.get(request, 0) - start))
+            found[row] = (int(Kind.AGAIN if again else Kind.HIT if hit else Kind.PREFILL), hit, again)
+        return found
 
     def _preempted(self, request: Request) -> Cell | None:
         lost = self._computed(request)
@@ -135,7 +137,7 @@ class StepLens:
         if lane is None:
             return None
         self._lanes[lane] = None
-        return Cell(lane, request.arrival_index, Kind.PREEMPTED, lost)
+        return lane, request.arrival_index, int(Kind.PREEMPTED), lost, 0, ""
 
     def _computed(self, request: Request) -> int:
         """How far a request had come before it was preempted, by the plans that are remembered."""
@@ -145,19 +147,20 @@ class StepLens:
                 return plan.starts[row] + plan.counts[row]
         return 0
 
-    def _take_lane(self, request: Request) -> int | None:
-        if request.finished or len(self._lane_of) == LANES:
-            return None
-        lane = self._lanes.index(None)
-        self._lanes[lane] = request
-        self._lane_of[request] = lane
-        self.names[request.arrival_index] = (request.id, tenant_of(request), request.num_prompt)
-        return lane
-
-    def _free_lanes(self) -> None:
-        for request, lane in [(request, lane) for request, lane in self._lane_of.items() if request.finished]:
-            del self._lane_of[request]
-            self._lanes[lane] = None
+    def _give_lanes(self, requests: Sequence[Request]) -> None:
+        """Lanes of those that ended before this step go to the first that have none."""
+        lane_of, lanes = self._lane_of, self._lanes
+        for request in [one for one in lane_of if one.finished and one not in requests]:
+            lanes[lane_of.pop(request)] = None
+        if len(lane_of) == LANES:
+            return
+        for request in requests:
+            if request not in lane_of and not request.finished:
+                lane = lanes.index(None)
+                lanes[lane], lane_of[request] = request, lane
+                self.names[request.arrival_index] = (request.id, tenant_of(request), request.num_prompt)
+                if len(lane_of) == LANES:
+                    return
 
 
 def tenant_of(request: Request) -> str:

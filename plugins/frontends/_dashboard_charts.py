@@ -14,7 +14,7 @@ Options = dict[str, Any]
 
 DECODE, PREFILL, HIT, AGAIN, LOST = "#2dd4bf", "#6366f1", "#a78bfa", "#f97316", "#ef4444"
 CACHED, SHARED, FREE = "#84cc16", "#eab308", "rgba(140,152,176,.18)"
-EDGE = "rgba(10,15,29,.4)"
+EDGE = "rgba(10,15,29,.28)"
 FAINT, QUIET = "rgba(140,152,176,.16)", "#8591a8"
 
 KINDS: dict[Kind, tuple[str, str]] = {
@@ -24,6 +24,7 @@ KINDS: dict[Kind, tuple[str, str]] = {
     Kind.AGAIN: ("computed again", AGAIN),
     Kind.PREEMPTED: ("preempted", LOST),
 }
+OPACITY = {Kind.DECODE: (0.62, 0.62), Kind.PREEMPTED: (1.0, 1.0)}  # others: the more tokens, the stronger
 PAGES = dict(zip(STATES, (FREE, CACHED, PREFILL, DECODE, SHARED), strict=True))
 TOOLTIP: Options = {
     "confine": True, "backgroundColor": "var(--card)", "borderColor": "var(--line)", "padding": [6, 10],
@@ -74,14 +75,14 @@ def lanes(frame: Frame) -> Options:
     most = max((one.decode + one.prefill + one.again for one in seen if one is not None), default=1)
     series, maps = [], []
     for index, (kind, (words, colour)) in enumerate(KINDS.items()):
-        shown = [0, 3, 2] if kind == Kind.DECODE else [0, 3, 2, 4, 5]
+        shown = [3, 2] if kind == Kind.DECODE else [3, 2, 4, 5]
         names = ["step", "slot", "tokens lost" if kind == Kind.PREEMPTED else "tokens", "request", "cached", "cut by"]
         series.append({"name": words, "type": "heatmap", "data": cells[kind], "dimensions": names[: max(shown) + 1],
                        "encode": {"x": 0, "y": 1, "value": 2, "tooltip": shown}, "progressive": 0,
                        "itemStyle": {"borderWidth": 1, "borderColor": EDGE}})  # fmt: skip
-        faint = {Kind.DECODE: 1.0, Kind.PREEMPTED: 1.0}.get(kind, 0.55)
+        faint, full = OPACITY.get(kind, (0.7, 1.0))
         maps.append({"show": False, "seriesIndex": index, "dimension": 2, "min": 1, "max": max(2, most), "inRange":
-                     {"color": [colour, colour], "opacity": [faint, 1.0]}})  # fmt: skip
+                     {"color": [colour, colour], "opacity": [faint, full]}})  # fmt: skip
     return {
         **BASE,
         "grid": {"left": LEFT, "right": RIGHT, "top": 4, "bottom": 24},
@@ -103,13 +104,13 @@ def pages(frame: Frame) -> Options:
     each, total = (found["pages"], found["total"]) if found else (1, 0)
     count = len(states[0])
     wide = max(8, ceil((count * 3.2) ** 0.5)) if count else 8
-    data: list[list[int]] = []
+    data: list[list[Any]] = []
     for place in range(count):
         counts = [state[place] for state in states]
         state = max(range(len(counts)), key=lambda one: (counts[one], one))
         first = place * each
-        data.append([place % wide, place // wide, state, first, min(total, first + each) - 1, *counts])
-    names = ["x", "y", "state", "first page", "last page", *STATES]
+        data.append([place % wide, place // wide, state, first, min(total, first + each) - 1, *counts, STATES[state]])
+    names = ["x", "y", "state", "first page", "to page", *STATES, "now"]
     return {
         **BASE,
         "grid": {"left": 4, "right": 4, "top": 4, "bottom": 34},
@@ -122,7 +123,8 @@ def pages(frame: Frame) -> Options:
                       "pieces": [{"value": place, "label": name, "color": PAGES[name]}
                                  for place, name in enumerate(STATES)]},
         "series": [{"name": "pages" if each > 1 else "page", "type": "heatmap", "data": data, "dimensions": names,
-                    "encode": {"x": 0, "y": 1, "value": 2, "tooltip": [3, 4, 5, 6, 7, 8, 9] if each > 1 else [3]},
+                    "encode": {"x": 0, "y": 1, "value": 2, "itemName": 3,
+                               "tooltip": [4, 5, 6, 7, 8, 9] if each > 1 else [10]},
                     "progressive": 0, "itemStyle": {"borderWidth": 1, "borderColor": EDGE}}],
     }  # fmt: skip
 

@@ -16,6 +16,7 @@ body, body.body--dark { background:var(--ground)!important; color:var(--ink);
 .card h2 { margin:0; font-size:13px; line-height:1.3; font-weight:650; letter-spacing:.01em; display:flex; gap:8px;
   align-items:baseline; flex-wrap:wrap }
 .card h2 small { font-weight:400; color:var(--soft); font-size:12px }
+.card h2 i { font-style:normal; color:#14b8a6; font-weight:600 }
 .chart { width:100%; height:100%; min-height:0 }
 .top { grid-column:span 12; display:flex; align-items:center; gap:8px 12px; flex-wrap:wrap }
 .brand { display:flex; align-items:center; gap:10px; font-size:17px; font-weight:700; letter-spacing:-.01em }
@@ -61,5 +62,6 @@ table.waits td.n, table.waits th.n { text-align:right }
 .chip.bad { background:var(--bad); color:#fff }
 @media (max-width:1180px) { .steps,.queue { grid-column:span 12 } .third { grid-column:span 6 } }
 @media (max-width:760px) { .third { grid-column:span 12 } .dash { padding:8px; gap:8px } .tiles { gap:8px;
-  grid-template-columns:repeat(2,1fr) } .steps .lanes { height:260px } .brand span { display:none } }
+  grid-template-columns:repeat(2,1fr) } .top .chips { order:9; flex-basis:100% } .icon { margin-left:auto }
+  .steps .lanes { height:260px } .brand span { display:none } }
 """

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from engine.core.lens.steps import Kind
 from engine.plugins.frontends._dashboard_charts import AGAIN, CACHED, DECODE, HIT, KINDS, PREFILL, QUIET, SHARED
 from engine.plugins.frontends._dashboard_frame import Frame
 
@@ -75,7 +76,7 @@ def steps_head(frame: Frame) -> str:
 
 def kinds(frame: Frame) -> str:
     """What the colours of the lanes mean."""
-    lanes = {cell[0] for one in frame.steps[-1:] for cell in one.cells}
+    lanes = [cell for one in frame.steps[-1:] for cell in one.cells if cell[2] != Kind.PREEMPTED]
     shown = "".join(f'<span><i style="background:{colour}"></i>{words}</span>' for words, colour in KINDS.values())
     of = f"{len(lanes)} of {frame.steps[-1].rows} requests of the newest step" if frame.steps else "requests"
     return f'<div class="keys"><span>who computed: {of}</span>{shown}</div>'
@@ -115,7 +116,9 @@ def pages_head(frame: Frame) -> str:
 def tree_head(frame: Frame) -> str:
     """What stands above the cache's tree."""
     shown = len(frame.look.get("tree") or ())
-    return f"<h2>Radix tree <small>the newest {shown} nodes; bright: in use now</small></h2>"
+    return (
+        f"<h2>Radix tree <small>the newest {shown} nodes, along the tokens of prompts; <i>in use now</i></small></h2>"
+    )
 
 
 def hooks(frame: Frame) -> str:

@@ -19,7 +19,7 @@ COMBINATIONS = list(product(("unified", "radix"), ("paged", "radix"), (False, Tr
 
 
 def loaded(scheduler, kvcache, overlap, **more):
-    fields = {"num_pages": 120, "page_size": 8, "max_batch_tokens": 128, "max_running": 32, **more}
+    fields = {"num_pages": 120, "page_size": 8, "max_batch_tokens": 128, "max_running": LANES, **more}
     core = make_core(scheduler=scheduler, kvcache=kvcache, overlap=overlap, **fields)
     rnd = random.Random(7)
     heads = [[one] * 40 for one in range(3)]
@@ -44,9 +44,8 @@ def test_each_step_is_shown_as_it_was_planned(scheduler, kvcache, overlap):
             assert decode + prefill + repeated == stats.tokens == stats.decode_rows + stats.prefill_tokens
             assert decode == stats.decode_rows + stats.draft_tokens
             assert found == stats.cached_tokens
-            assert len({cell[0] for cell in cells if cell[2] != Kind.PREEMPTED}) == min(
-                LANES, len([cell for cell in cells if cell[2] != Kind.PREEMPTED])
-            )
+            lanes = [cell[0] for cell in cells if cell[2] != Kind.PREEMPTED]
+            assert len(set(lanes)) == len(lanes) == rows  # there are as many lanes as may run
             assert all(look["names"][cell[1]][1] in ("t0", "t1") for cell in cells)
             kinds |= {cell[2] for cell in cells}
         numbers, found = core.kv.numbers(), look["pages"]
@@ -150,12 +149,12 @@ def test_lanes_are_given_to_the_next_when_their_requests_end():
         core.step()
         core.lens.stepped(0.0)
         one = core.lens.steps.seen[-1]
-        assert len({cell.lane for cell in one.cells}) == len(one.cells) <= LANES
-        numbers |= {cell.number for cell in one.cells}
+        assert len({cell[0] for cell in one.cells}) == len(one.cells) <= LANES
+        numbers |= {cell[1] for cell in one.cells}
     assert len(numbers) > 2 * LANES
     assert isinstance(core.lens.steps, StepLens)
     core.lens.look()
-    assert set(core.lens.steps.names) == {cell.number for one in core.lens.steps.seen for cell in one.cells}
+    assert set(core.lens.steps.names) == {cell[1] for one in core.lens.steps.seen for cell in one.cells}
 
 
 def test_the_outline_of_a_tree_tells_of_each_node_that_it_shows():

@@ -108,7 +108,7 @@ def test_a_person_logs_in_sees_the_engine_at_work_and_leaves_nothing_behind(
     monkeypatch.setattr(stage, "LOOK_SECONDS", 0.2)
 
     def text(css: str) -> str:
-        return str(browser.find_element(By.CSS_SELECTOR, css).text)
+        return text_of(browser, css)
 
     def drawn() -> bool:
         """Whether each of the charts has been painted."""
@@ -175,6 +175,11 @@ return charts.length === 5 && charts.every(chart => [...chart.querySelectorAll('
 """
 
 
+def text_of(browser: Any, css: str) -> str:
+    """What stands there now; elements may be drawn anew at any moment, so it is found and read at once."""
+    return str(browser.execute_script("return document.querySelector(arguments[0])?.innerText ?? ''", css))
+
+
 def requested(browser: Any) -> list[str]:
     """All that the page has asked for."""
     found = []
@@ -199,8 +204,8 @@ def test_a_page_says_that_the_engine_is_gone(browser: Any) -> None:
                 await until(lambda: dashboard.feed.looks >= 2, "nobody looks")
                 assert "Radix tree" not in browser.page_source
                 await engine.close()
-                await until(lambda: "dead" in browser.find_element(By.CSS_SELECTOR, ".state").text, "it says nothing")
-                assert "closed" in browser.find_element(By.CSS_SELECTOR, ".cause").text
+                await until(lambda: "dead" in text_of(browser, ".state"), "it says nothing")
+                assert "closed" in text_of(browser, ".cause")
                 with pytest.raises(EngineError):
                     await engine.ask_lens("about")
                 await asyncio.to_thread(browser.get, "about:blank")
