@@ -50,6 +50,7 @@ EXPERIMENT = Experiment(
         "answers that grow": f"Poisson, {GROW}; 500 requests; SLO {ASKED}",
         "answers that grow, patient readers": f"the same; SLO {PATIENT}",
         "prompts far longer than answers": f"Poisson, {STAY}; 300 requests; SLO {ASKED}",
+        "real": "Poisson, 4 requests/s, prompt=16-32, output=32-96, a pool of 896 tokens",
     },
     reading="Eager admission preempts hundreds of times and computes a good part of the tokens twice, and under an "
     "SLO that is impatient for the first token it wins all the same, as in no paper that proposes a forecast. "

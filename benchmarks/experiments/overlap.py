@@ -45,6 +45,7 @@ EXPERIMENT = Experiment(
     workloads={
         "chat": f"Poisson, 40 requests/s, {CHAT}; 800 requests; SLO {STREAM}",
         "short answers, strict first token": f"Poisson, 80 requests/s, {SHORT}; 1500 requests; SLO {FIRST}",
+        "real": "Poisson, 2 requests/s, prompt=32-64, output=16-48, at most 16 running; the host is what it is",
     },
     reading="While the host's time hides behind the device, the time of a token does not grow with it: with 1 ms and "
     "more the SLO of 8 ms a token is kept with overlap alone. The price is the first token: who arrives finds "

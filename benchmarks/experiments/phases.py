@@ -46,6 +46,7 @@ EXPERIMENT = Experiment(
         "chat": f"Poisson, {CHAT}; 700 requests; SLO {BOTH}",
         "documents": f"Poisson, {PAPERS}; 400 requests; SLO {SOON}",
         "labels": f"Poisson, {LABEL}; 1000 requests; SLO {FIRST}",
+        "real": "Poisson, 1.5 requests/s, prompt=64-256, output=8-48, 256 tokens a step",
     },
     reading="Running first holds the gap between tokens to one step; prefill first lets prompts that keep coming "
     "stall all streams for several steps in a row, the longer the more of them come. What it should win by "

@@ -53,6 +53,8 @@ EXPERIMENT = Experiment(
         "low sharing, patient": f"the same as low sharing; SLO {LATE}",
         "low sharing": f"Poisson; beginnings of 100 tokens, own lognormal:1000:0.5:4000, output=exp:32:200; 700 "
         f"requests; SLO {ASKED}",
+        "real": "Poisson, 6 requests/s of six families, beginnings of 192 tokens, own 16, output=8, a pool of 960 "
+        "tokens, at most 3 running",
     },
     reading="With high sharing, lpm and dfs-weight raise the hit rate once a queue builds up, which takes load off "
     "the device: they carry rates at which fcfs has lost nearly everybody. With low sharing there is nothing "
