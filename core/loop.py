@@ -24,6 +24,7 @@ from engine.core.flight import Flight
 from engine.core.grammar import Vocabulary
 from engine.core.grammar_desk import GRAMMAR, GrammarDesk
 from engine.core.hooks import HookBus
+from engine.core.lens.desk import Lens
 from engine.core.pages import PagePool
 from engine.core.pipeline import Pipeline
 from engine.core.plan import Delta, Outcome, Plan, Transfer, Why
@@ -142,6 +143,7 @@ class EngineCore:
         self.waiting.keep_sorted_by(scheduler.queue_key())
         self.record = RecordDesk(self, record)
         self.record.open()
+        self.lens = Lens(self)
 
     # ---- requests
 
@@ -235,12 +237,10 @@ class EngineCore:
             try:
                 request = create()
             except QueueFull:
-                if self.record.recorder is not None:
-                    self.record.recorder.displaced(displaced)
+                self.record.tell.displaced(displaced)
                 raise
         self._timed = self._timed or cache_ttl is not None
-        if self.record.recorder is not None:
-            self.record.recorder.added(request, deadline, parked)
+        self.record.tell.added(request, deadline, parked)
         self.timeouts.watch(request, len(self.requests))
         if looks_up:
             self.exchange.look_up(request)
@@ -252,8 +252,7 @@ class EngineCore:
 
     def ready(self, request_id: str, what: str) -> None:
         """``what`` a parked request waited for is there; when nothing is missing it joins the queue. Idempotent."""
-        if self.record.recorder is not None:
-            self.record.recorder.readied(request_id, what)
+        self.record.tell.readied(request_id, what)
         self.roster.ready(request_id, what)
 
     def abort(self, request_id: str, finish: Finish = Finish.ABORT, detail: str | None = None) -> bool:
@@ -261,8 +260,7 @@ class EngineCore:
         request = self.requests.get(request_id)
         if request is None:
             return False
-        if self.record.recorder is not None:
-            self.record.recorder.aborted(request, finish, detail)
+        self.record.tell.aborted(request, finish, detail)
         self._end_now(request, finish, detail)
         return True
 
@@ -297,8 +295,7 @@ class EngineCore:
         request.planned = request.computed
         request.pending = request.quiet = 0
         request.epoch += 1
-        if self.record.recorder is not None:
-            self.record.recorder.ended(request)
+        self.record.tell.ended(request)
         self.roster.forget(request)
         self.executor.forget(request)
 
@@ -344,8 +341,7 @@ class EngineCore:
             raise
         except BaseException:  # Ctrl-C in a notebook: the engine is to be used again
             self._pipeline.abandon()
-            if self.record.recorder is not None:
-                self.record.recorder.interrupted()
+            self.record.tell.interrupted()
             self.broken = recovery.interrupted(self)
             raise
 
@@ -372,8 +368,7 @@ class EngineCore:
 
     def expire(self, now: float) -> None:
         """What was written with a ``cache_ttl`` that is over is not found from now on. See ``keep_time``."""
-        if self.record.recorder is not None:
-            self.record.recorder.expired()
+        self.record.tell.expired()
         self.kv.expire(now)
 
     def keep_time(self) -> None:
@@ -383,8 +378,7 @@ class EngineCore:
 
     def idle(self) -> None:
         """Nothing is left to plan: tell the scheduler. ``step`` does; so does whoever plans and commits by hand."""
-        if self.record.recorder is not None:
-            self.record.recorder.idled()
+        self.record.tell.idled()
         self.scheduler.on_idle()
 
     def _complete(self, plan: Plan) -> None:
@@ -421,9 +415,8 @@ class EngineCore:
         self.flight.check_room()
         self.arbiter.forget_step()
         self.counters.steps += 1
-        recorder = self.record.recorder
-        if recorder is not None:
-            recorder.deciding = True
+        tell = self.record.tell
+        tell.deciding = True
         step = Step(self, self.counters.steps, override=self._progress.override)
         began = self.clock.hold()
         try:
@@ -440,8 +433,7 @@ class EngineCore:
             raise InvariantViolation(
                 f"a plan of {plan.total_tokens} tokens; {self.limits.max_batch_tokens} is the limit"
             )
-        if recorder is not None:
-            recorder.planned(plan, began)
+        tell.planned(plan, began)
         return plan
 
     def commit(self, outcome: Outcome) -> None:
@@ -462,9 +454,8 @@ class EngineCore:
             self.check()
 
     def _commit(self, outcome: Outcome, began: float) -> None:
-        plan, recorder = outcome.plan, self.record.recorder
-        if recorder is not None:
-            recorder.deciding = True
+        plan, tell = outcome.plan, self.record.tell
+        tell.deciding = True
         step, alone = self.flight.land(plan)
         if outcome.errors:
             recovery.isolate(self, outcome, step)
@@ -480,8 +471,7 @@ class EngineCore:
             self._let_go(request)
         if self.cache.watch is not None:
             self.cache.settle()
-        if recorder is not None:
-            recorder.committed(outcome, began)
+        tell.committed(outcome, began)
 
     def fail_step(self, plan: Plan, why: str) -> None:
         """The oldest plan in flight was not computed, and none after it will be.
@@ -489,8 +479,7 @@ class EngineCore:
         Un-publishes what they published, ends the failed plan's requests with an error; requests that only a later plan
         computes start again.
         """
-        if self.record.recorder is not None:
-            self.record.recorder.failing(plan)
+        self.record.tell.failing(plan)
         recovery.fail_step(self, plan, why)
         self.cache.settle()
         if self._audit:
@@ -556,8 +545,7 @@ class EngineCore:
 
     def rename_model(self, fingerprint: str) -> None:
         """The model computes other KV from now on: forget all there is. Those that run start again, output kept."""
-        if self.record.recorder is not None:
-            self.record.recorder.renamed(fingerprint)
+        self.record.tell.renamed(fingerprint)
         self.model = weights.renamed(self, fingerprint)
         self.weights_epoch += 1
         self.exchange.reset()

@@ -53,6 +53,11 @@ class PagePool:
         """A copy of the set of pages in the KV cache's hands."""
         return frozenset(self._held)
 
+    def held_of(self, pages: Iterable[int]) -> list[int]:
+        """Those of these pages that are in the KV cache's hands."""
+        held = self._held
+        return [page for page in pages if page in held]
+
     def take(self, count: int) -> list[int]:
         """Take ``count`` pages off the front of the free queue. Mutates. Raises ``OutOfPages``, taking none."""
         if count > len(self._free):

@@ -194,8 +194,7 @@ class Step:
         rows = self._rows
         row, start_at, partial = rows.requests.append, rows.starts.append, rows.partial
         end = min(len(requests), first + self.budget)
-        if self._size == 1 and not self._early:
-            self._take_each(requests, first, end)
+        self._provide(requests, first, end)
         for index in range(first, end):
             request = requests[index]
             start = request.planned
@@ -389,28 +388,39 @@ class Step:
             self._waits[request.id] = (why, "")
         return 0
 
-    def _take_each(self, requests: Sequence[Request], first: int, end: int) -> None:
-        """Pages of one token: every decode takes one, so all that decode take theirs at once, if there are so many."""
+    def _provide(self, requests: Sequence[Request], first: int, end: int) -> None:
+        """Make room at once for all that need a page to decode, if there is so much; pages of one token are taken, too.
+
+        What is evicted is what one after the other would evict, in the same order.
+        """
+        each = self._size == 1 and not self._early
+        if not each and self._core.pool.num_free >= end - first:
+            return
+        needy = self._at_edges(requests, first, end)
+        count = len(needy)
+        if count < 2 or (self._deferred and count > self._kv.available() - self._deferred_pages):
+            return
+        if self._core.arbiter.free_up(count, self) and each:
+            self.taken += count
+            for request, page in zip(needy, self._given(self._kv.take_each(needy), count), strict=True):
+                request.pages.append(page)
+                request.quiet = min(len(request.pages), request.max_total - 1)
+
+    def _at_edges(self, requests: Sequence[Request], first: int, end: int) -> list[Request]:
+        """Those of ``requests[first:end]`` that need a page to decode, up to the first that ``_cross`` refuses."""
         needy = []
-        partial, deferred, running = self._rows.partial, self._deferred, State.RUNNING
+        size, partial, deferred, running = self._size, self._rows.partial, self._deferred, State.RUNNING
         for index in range(first, end):
             request = requests[index]
             planned = request.planned
             if len(request.tokens) + request.pending - planned != 1 or request.state is not running or request.drafts:
                 break
-            if len(request.pages) > planned:
+            if len(request.pages) * size > planned:
                 continue
             if (request.pending and not request.debt) or request in partial or request in deferred:
                 break
             needy.append(request)
-        count = len(needy)
-        if count < 2 or (deferred and count > self._kv.available() - self._deferred_pages):
-            return
-        if self._core.arbiter.free_up(count, self):
-            self.taken += count
-            for request, page in zip(needy, self._given(self._kv.take_each(needy), count), strict=True):
-                request.pages.append(page)
-                request.quiet = min(len(request.pages), request.max_total - 1)
+        return needy
 
     def _cross(self, request: Request, start: int) -> bool:
         """Prepare a decode at the edge of a page: take one, or publish one; False where it cannot be granted so."""

@@ -3,6 +3,7 @@
 ``simulate`` runs the real schedulers and caches on modelled time; see ``docs/lab.md``.
 """
 
+from engine.core.record.reading import read as read_log
 from engine.lab.arrivals import Arrival, Piece, Workload, together
 from engine.lab.clock import SimulatedClock
 from engine.lab.cost import CostModel, Fitted, Roofline, load_fitted
@@ -11,7 +12,7 @@ from engine.lab.executor import ModelledExecutor
 from engine.lab.fitting import Measured, errors, fit
 from engine.lab.gpus import GPU, gpu
 from engine.lab.inside import EngineTarget, measure, measure_async
-from engine.lab.logs import fit_log, read_log, steps_of
+from engine.lab.logs import fit_log, steps_of
 from engine.lab.measured import SLO, Timed
 from engine.lab.replica import Fleet
 from engine.lab.results import Results

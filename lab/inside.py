@@ -42,6 +42,7 @@ def measure(
     workload: Workload,
     *,
     warm_up: int = 0,
+    timeout: float | None = None,
     progress: Progress | None = None,
 ) -> Results:
     """Run a workload on a real engine, in an open loop, in real time.
@@ -51,23 +52,25 @@ def measure(
 
     Args:
         warm_up: so many requests like the first, with other tokens, come before, and are not counted.
+        timeout: seconds after which a request is given up; it ends with ``timeout``.
 
     Raises:
         EngineError: the engine died. What it refuses is told in the results.
     """
     if isinstance(engine, AsyncEngine):
-        return asyncio.run(measure_async(engine, workload, warm_up=warm_up, progress=progress))
+        return asyncio.run(measure_async(engine, workload, warm_up=warm_up, timeout=timeout, progress=progress))
     core = engine.core
     if (first := warming(workload, warm_up)) is not None:
-        _Stepping(core, first, None).run()
-    return _Stepping(core, workload, progress).run()
+        _Stepping(core, first, timeout, None).run()
+    return _Stepping(core, workload, timeout, progress).run()
 
 
 async def measure_async(
-    engine: AsyncEngine, workload: Workload, *, warm_up: int = 0, progress: Progress | None = None
-) -> Results:
+    engine: AsyncEngine, workload: Workload, *, warm_up: int = 0, timeout: float | None = None,
+    progress: Progress | None = None,
+) -> Results:  # fmt: skip
     """``measure`` within an event loop. Arguments and errors are those."""
-    target = EngineTarget(engine)
+    target = EngineTarget(engine, timeout)
     await warm(target, workload, warm_up)
     before = await engine.measures()
     driven = await drive(target, workload, progress=progress)
@@ -95,8 +98,8 @@ def made_up(arrival: Arrival, before: Sequence[int], vocab: int) -> list[int]:
 class EngineTarget(Target):
     """An engine of this program, in a thread or a process of its own."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: AsyncEngine, timeout: float | None = None) -> None:
+        self._engine, self._timeout = engine, timeout
 
     def prepare(self, arrival: Arrival, said: Any) -> Ask:
         """The ask."""
@@ -115,14 +118,17 @@ class EngineTarget(Target):
             answer.finish, answer.detail, answer.ended = "refused", str(error), time.perf_counter()
             return answer
         try:
-            async for _, chunk in group:
-                now = time.perf_counter()
-                if chunk.token_ids:
-                    answer.times.append(now)
-                    answer.tokens += len(chunk.token_ids)
-                    said.extend(chunk.token_ids)
-                if chunk.finish_reason is not None:
-                    answer.finish, answer.detail, answer.cached = chunk.finish_reason, chunk.detail, chunk.cached_tokens
+            async with asyncio.timeout(self._timeout):
+                async for _, chunk in group:
+                    if chunk.token_ids:
+                        answer.times.append(time.perf_counter())
+                        answer.tokens += len(chunk.token_ids)
+                        said.extend(chunk.token_ids)
+                    answer.cached = chunk.cached_tokens
+                    if chunk.finish_reason is not None:
+                        answer.finish, answer.detail = chunk.finish_reason, chunk.detail
+        except TimeoutError:
+            answer.finish, answer.detail = "timeout", "the client gave it up"
         except InvalidRequest as error:  # the core itself has refused it
             answer.finish, answer.detail = "refused", str(error)
         finally:
@@ -154,8 +160,8 @@ class _Open:
 class _Stepping:
     """A core stepped by hand through a workload. Times are its clock's, from the start on."""
 
-    def __init__(self, core: EngineCore, workload: Workload, progress: Progress | None) -> None:
-        self._core, self._workload, self._progress = core, workload, progress
+    def __init__(self, core: EngineCore, workload: Workload, timeout: float | None, progress: Progress | None) -> None:
+        self._core, self._workload, self._timeout, self._progress = core, workload, timeout, progress
         self._due: list[tuple[float, int, Arrival]] = []
         self._following = Following(workload)
         self._numbers = itertools.count()
@@ -206,10 +212,11 @@ class _Stepping:
             tokens = self._prompts.pop(one.id, None)
             if tokens is None:
                 tokens = made_up(one, self._following.begin(one) or (), self._core.limits.vocab_size)
+            patience = [limit for limit in (one.deadline, self._timeout) if limit is not None]
             try:
                 request = self._core.add(
                     tokens, _params(one.output), priority=one.priority, arrival=self._began + due,
-                    deadline=one.deadline, metadata=one.metadata,
+                    deadline=min(patience, default=None), metadata=one.metadata,
                 )  # fmt: skip
             except (InvalidRequest, QueueFull) as error:
                 self._end(one, due, now, "refused", str(error), prompt=len(tokens))

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from engine.core.errors import ConfigError
 from engine.core.record.lines import Add, AnyLine, Commit, Fail, Plan
 from engine.core.record.pages import digests_of
 from engine.core.record.reading import DecisionLog, read
@@ -17,14 +16,6 @@ from engine.lab.traces import Line, Trace
 from engine.lab.work import StepWork, work_of
 
 PAUSE = 0.002  # seconds: a longer one between two steps was no part of either
-
-
-def read_log(path: Path) -> DecisionLog:
-    """A log: its file, or the folder of its files. Raises ``ConfigError``, ``NotALog``."""
-    try:
-        return read(path)
-    except OSError as error:
-        raise ConfigError(f"log {path}: {error.strerror or error}") from error
 
 
 def steps_of(log: DecisionLog) -> list[Measured]:
@@ -39,7 +30,7 @@ def steps_of(log: DecisionLog) -> list[Measured]:
 
 def fit_log(paths: Sequence[Path]) -> Fitted:
     """A cost model from decision logs of engines of one kind. Raises ``ConfigError``, ``NotALog``."""
-    logs = [read_log(path) for path in paths]
+    logs = [read(path) for path in paths]
     config = logs[0].header.config
     about = {"model": config["model"]["name"], "overlap": bool(config.get("overlap")), "limits": config["limits"]}
     return fit([step for log in logs for step in steps_of(log)], about)
@@ -107,7 +98,7 @@ class Log(Trace):
 
     def lines(self, seed: int) -> Iterator[Line]:
         """Requests in order of arrival, but those that the log does not see the end of."""
-        log = read_log(Path(self.path))
+        log = read(Path(self.path))
         group = log.header.group
         for n, add in sorted(log.adds.items()):
             end = log.ends.get(n)

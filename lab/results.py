@@ -65,5 +65,14 @@ class Results:
             "client" if self.client is not None else "simulation": {"wall_seconds": self.wall, "cpu_seconds": self.cpu},
         }  # fmt: skip
         if each:
+            data["curves"] = self.curves()
             data["requests"] = [asdict(one) for one in self.requests]
         return data
+
+    def curves(self) -> dict[str, list[float]]:
+        """Each hundredth of what was measured, from the least to the greatest: 101 values each, for plots."""
+        named = {name: [getattr(one, name) for one in self.requests] for name in ("queue", "ttft", "tpot", "e2e")}
+        values = {name: np.array([one for one in own if one is not None]) for name, own in named.items()}
+        values["itl"] = self.gaps.astype(np.float64)
+        steps = np.linspace(0, 100, 101)
+        return {name: [round(x, 7) for x in np.percentile(own, steps)] for name, own in values.items() if len(own)}

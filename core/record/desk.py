@@ -23,6 +23,7 @@ from engine.core.record.recorder import Recorder, Sink
 from engine.core.record.remembered import remembered
 from engine.core.record.ring import Ring
 from engine.core.record.story import tell
+from engine.core.record.told import Told
 from engine.core.record.writing import Files, write_kept
 from engine.core.values import hidden
 
@@ -68,13 +69,15 @@ class RecordDesk:
     """The record of one core, as it is asked from outside. The engine's thread only, between steps.
 
     Attributes:
-        recorder: whom the core tells; ``None`` while nothing is recorded.
+        recorder: who writes down; ``None`` while nothing is recorded.
+        tell: whom the core tells: the recorder, or nobody.
     """
 
     def __init__(self, core: EngineCore, options: RecordOptions | None = None) -> None:
         self._core = core
         self._options = options or RecordOptions()
         self.recorder: Recorder | None = None
+        self.tell = Told()
         self._header: Log | None = None
         self._veil: Veil | None = None
         self._ring: Ring | None = None
@@ -105,12 +108,12 @@ class RecordDesk:
             place = options.folder if folder is None else folder
             self._files = self._opened(Path(place), header, self._veil) if place else None
             sinks: list[Sink] = [self._ring, *([self._files] if self._files is not None else [])]
-            self.recorder = Recorder(core, Scribe(self._veil, labels_of(core)), sinks)
+            self.recorder = self.tell = Recorder(core, Scribe(self._veil, labels_of(core)), sinks)
         return self.status()
 
     def off(self) -> dict[str, Any]:
         """Record no more, and forget what is in memory; files stay. Mutates. Idempotent."""
-        recorder, self.recorder = self.recorder, None
+        recorder, self.recorder, self.tell = self.recorder, None, Told()
         if recorder is not None:
             recorder.settle()
             if self._files is not None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, cast
 
 import msgspec
 
-from engine.core.errors import EngineError
+from engine.core.errors import ConfigError, EngineError
 from engine.core.record.lines import FORMAT, Abort, Add, AnyLine, Commit, End, Gap, Idle, Log, Plan, Run, decode
 
 MARK = b'{"e":"log"'  # how every file begins
@@ -65,12 +66,13 @@ class DecisionLog:
 
 
 def is_log(path: Path) -> bool:
-    """Whether a file (or a folder's first one) begins as logs do. Raises ``OSError``."""
-    files = files_of([path])
-    if not files:
-        return False
-    with _opened(files[0]) as file:
-        return file.read(len(MARK)) == MARK
+    """Whether a file (or a folder's first one) begins as logs do. Raises ``ConfigError`` where it cannot be read."""
+    with _readable(path):
+        files = files_of([path])
+        if not files:
+            return False
+        with _opened(files[0]) as file:
+            return file.read(len(MARK)) == MARK
 
 
 def files_of(paths: Iterable[Path]) -> list[Path]:
@@ -86,9 +88,14 @@ def read(paths: Sequence[Path] | Path) -> DecisionLog:
 
     Raises:
         NotALog: there is none, or they are not one.
-        OSError: a file cannot be read.
+        ConfigError: a file cannot be read.
     """
-    files = files_of([paths] if isinstance(paths, Path) else paths)
+    given = [paths] if isinstance(paths, Path) else list(paths)
+    with _readable(*given):
+        return _read(files_of(given))
+
+
+def _read(files: Sequence[Path]) -> DecisionLog:
     if not files:
         raise NotALog("there is no decision log")
     parts = sorted(((_header(path), path) for path in files), key=lambda part: part[0].part)
@@ -177,6 +184,15 @@ def _lines(path: Path) -> tuple[list[AnyLine], str]:
                 return found, f"{path.name} ends in the middle of a line"
             found.append(_decoded(line, str(path)))
     return found, ""
+
+
+@contextmanager
+def _readable(*paths: Path) -> Iterator[None]:
+    """What the system says against it, in words that name the file."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"log {error.filename or ', '.join(map(str, paths))}: {error.strerror or error}") from error
 
 
 def _opened(path: Path) -> BinaryIO:

@@ -14,6 +14,7 @@ from engine.core.record import lines
 from engine.core.record.facts import commit_line, plan_line, queue_of
 from engine.core.record.lines import Line
 from engine.core.record.notes import Begin, Finis, Note, Scribe
+from engine.core.record.told import Told
 from engine.core.request import Finish, Request
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class Sink(Protocol):
         """The next line. Mutates."""
 
 
-class Recorder:
+class Recorder(Told):
     """The record of one core from now on.
 
     Args:
@@ -49,7 +50,6 @@ class Recorder:
 
     Attributes:
         live: notes of the requests that have not ended.
-        deciding: a step is being planned or committed: what happens follows from what was recorded. The core sets it.
     """
 
     def __init__(self, core: EngineCore, scribe: Scribe, sinks: Sequence[Sink]) -> None:
@@ -57,7 +57,6 @@ class Recorder:
         self.sinks = list(sinks)
         self.live: dict[Request, Note] = {}
         self._numbers: dict[str, int] = {}
-        self.deciding = False
         self._ended: list[Request] = []  # while something was decided
         self._last: Plan | None = None
         self._queue: list[int] = []

@@ -14,7 +14,7 @@ from engine.core.loop import EngineCore
 from engine.core.plan import NO_DRAFT, Outcome
 from engine.core.plan import Plan as Planned
 from engine.core.pooling import Pooling, Vector
-from engine.core.protocols import Limits, ModelInfo, Policy
+from engine.core.protocols import Executor, Limits, ModelInfo, Policy
 from engine.core.record.facts import plan_line, queue_of
 from engine.core.record.lines import Abort, Add, AnyLine, Commit, End, Expire, Fail, Flush, Idle, Plan, Ready, Weights
 from engine.core.record.notes import PARAMS
@@ -67,21 +67,24 @@ class Setup:
         except (KeyError, TypeError) as error:
             raise NotReplayable(f"its header does not say all that is needed: {error!r}") from error
 
-    def core(self, clock: Any) -> EngineCore:
+    def core(self, clock: Time, executor: Executor | None = None) -> EngineCore:
         """A core with these plugins and that clock.
+
+        Args:
+            executor: default: none computes; outcomes come from whoever plans and commits.
 
         Raises:
             NotReplayable: a plugin cannot be made.
         """
         model = ModelInfo(
             name="recorded", vocab_size=VOCABULARY, max_model_len=self.limits.max_model_len,
-            fingerprint=self.fingerprint,
+            fingerprint=self.fingerprint, hidden_size=1,
         )  # fmt: skip
         try:
             policies = self.made if self.made is not None else [make("policy", *one) for one in self.policies]
             return core_for(
                 self.limits, self.scheduler, self.kvcache, model=model, policies=cast(Sequence[Policy], policies),
-                overlap=self.overlap, clock=clock,
+                executor=executor, overlap=self.overlap, clock=clock,
             )  # fmt: skip
         except (ConfigError, PluginError) as error:
             raise NotReplayable(f"it cannot be decided with these plugins: {error}") from error

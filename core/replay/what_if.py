@@ -8,21 +8,21 @@ others, so that both are measured alike.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 from engine.core.errors import EngineError, InvalidRequest, QueueFull
-from engine.core.plan import Outcome
-from engine.core.plan import Plan as Planned
+from engine.core.plan import Delta, Outcome, Plan
 from engine.core.record.courses import Courses, StepTimes, courses_of, timed, totals_of
 from engine.core.record.lines import Abort, Add, AnyLine, Flush, Ready
 from engine.core.record.reading import DecisionLog
+from engine.core.replay.cores import NotComputed
 from engine.core.replay.log import STOP, Cast, Setup, Time, some_vectors
 from engine.core.replay.report import NotReplayable
 from engine.core.request import Finish, Request
 
-REST = 0.001  # seconds until the next look, where a step brought nothing
 STUCK = 100_000  # steps without a token or an end
 
 
@@ -66,11 +66,43 @@ def simulate(log: DecisionLog, setup: Setup, times: StepTimes) -> Figures:
         world.core.close()
 
 
+class Paced(NotComputed):
+    """Answers as recorded, each step after as long as steps are said to take. Sets the engine's clock.
+
+    In overlap mode the device goes on with the next step as soon as it has one, while the host plans.
+    """
+
+    overlaps, threaded = True, False
+
+    def __init__(self, time: Time, times: StepTimes, says: Callable[[Request], int]) -> None:
+        super().__init__()
+        self._time, self._times, self._says = time, times, says
+        self._free = 0.0  # when the device has computed all that it was given
+
+    def launch(self, plan: Plan) -> Callable[[], Outcome]:
+        """Planning took its time; the device begins as soon as it is free."""
+        time, times = self._time, self._times
+        time.now += times.overhead
+        context = sum(map(int.__add__, plan.starts, plan.counts))
+        self._free = max(time.now, self._free) + times.seconds(len(plan.requests), plan.total_tokens, context)
+        return partial(self._answer, plan, self._free)
+
+    def execute(self, plan: Plan) -> Outcome:
+        """Launch it, and wait."""
+        return self.launch(plan)()
+
+    def _answer(self, plan: Plan, done: float) -> Outcome:
+        self._time.now = max(self._time.now, done)
+        rows = zip(plan.requests, plan.samples, strict=True)
+        said = [(self._says(request),) if samples else () for request, samples in rows]
+        return Outcome(plan, said, pooled=some_vectors(plan))
+
+
 class World:
     """One engine, its clients and its clock."""
 
     def __init__(self, log: DecisionLog, setup: Setup, times: StepTimes) -> None:
-        self._cast, self._times = Cast(log), times
+        self._cast = Cast(log)
         self._time = Time(log.header.time)
         self._ids = {add.n: add.id for add in log.adds.values()}
         self._numbers = {add.id: add.n for add in log.adds.values()}
@@ -79,23 +111,27 @@ class World:
         self._readied = said if log.inexact else None
         self._coming = list(_events(log))
         heapq.heapify(self._coming)
-        self._flying: list[tuple[Planned, float]] = []  # plans, and when each is computed
         self._courses = Courses()
         self._arrivals: dict[int, float] = {}
-        self.core = setup.core(self._time)
+        self.core = setup.core(self._time, Paced(self._time, times, self._said))
 
     def run(self) -> Figures:
         """All of it."""
-        core, began, idle = self.core, self._time.now, 0
+        core, time, began, idle = self.core, self._time, self._time.now, 0
         while self._coming or core.has_work:
             self._deliver()
-            if not (core.running or len(core.waiting) or self._flying):
+            if not core.has_work:
                 if not self._coming:
                     break
-                self._time.now = max(self._time.now, self._coming[0][0])
+                time.now = max(time.now, self._coming[0][0])
                 continue
-            moved = self._step()
-            idle = 0 if moved else idle + 1
+            before = time.now
+            self._tell(core.step())
+            if time.now > before or core.last_plan:
+                idle = 0
+                continue
+            time.now = min(before + core.rest, self._coming[0][0]) if self._coming else before + core.rest
+            idle += 1
             if idle > STUCK:
                 raise NotReplayable(f"nothing moved for {STUCK} steps")
         counters = core.counters
@@ -106,54 +142,18 @@ class World:
             "preemptions": counters.preemptions,
             "evicted_pages": counters.evicted_pages,
         }
-        return Figures(self._time.now - began, self._courses.figures(), totals, self._courses.ended)
+        return Figures(time.now - began, self._courses.figures(), totals, self._courses.ended)
 
-    # ---- the engine
-
-    def _step(self) -> bool:
-        """Plan, and commit what is computed by then. False where nothing came of it."""
-        core, time, times = self.core, self._time, self._times
-        for request, words in core.timeouts.due(time.now):
-            core.abort(request.id, Finish.TIMEOUT, words)
-        core.keep_time()
-        before = self._flying[0] if self._flying else None
-        plan = core.plan()
-        time.now += times.overhead
-        if plan:
-            start = max(time.now, before[1] if before is not None else 0.0)
-            context = sum(map(int.__add__, plan.starts, plan.counts))
-            self._flying.append((plan, start + times.seconds(len(plan.requests), plan.total_tokens, context)))
-        else:
-            self._flying.append((plan, time.now))
-        if before is not None:
-            self._commit()
-        if self._flying and self._flying[0][0] is plan and not (plan and core.flight.overlap):
-            self._commit()
-        if not (core.running or len(core.waiting) or self._flying):
-            core.idle()
-        self._tell()
-        if not plan and before is None:
-            time.now = min(time.now + REST, self._coming[0][0]) if self._coming else time.now + REST
-        return bool(plan) or before is not None
-
-    def _commit(self) -> None:
-        plan, done = self._flying.pop(0)
-        self._time.now = max(self._time.now, done)
-        said = [
-            self._said(request) if samples else () for request, samples in zip(plan.requests, plan.samples, strict=True)
-        ]
-        self.core.commit(Outcome(plan, said, pooled=some_vectors(plan)))
-
-    def _said(self, request: Request) -> tuple[int]:
+    def _said(self, request: Request) -> int:
         """The next token of a request. Its last one ends it where it ended, unless it ended by its length."""
         n = self._numbers[request.id]
         end, known = self._cast.ends.get(n), len(request.tokens)
         if end is not None and request.num_output + 1 == max(1, end.output) and end.finish in ("stop", "error", ""):
-            return (STOP,)
-        return (self._cast.more(n, known + 1)[known],)
+            return STOP
+        return self._cast.more(n, known + 1)[known]
 
-    def _tell(self) -> None:
-        for delta in self.core.take_deltas():
+    def _tell(self, deltas: Sequence[Delta]) -> None:
+        for delta in deltas:
             n = self._numbers[delta.request_id]
             if delta.tokens:
                 self._courses.token(n, self._arrivals[n], len(delta.tokens), self._time.now)
@@ -174,7 +174,7 @@ class World:
                     self.core.ready(self._ids[line.n], line.what)
                 case Flush():
                     self.core.cache.flush()
-        self._tell()
+        self._tell(self.core.take_deltas())
 
     def _add(self, add: Add) -> None:
         tokens, params, more = self._cast.arguments(add)

@@ -349,6 +349,10 @@ class AsyncEngine:
         """``RecordDesk.ask``, between two steps. Raises as it does, and as ``stats``."""
         return await self._ask_desk("record", what, options)
 
+    async def ask_lens(self, what: str, **options: Any) -> dict[str, Any]:
+        """``Lens.ask``, between two steps. Raises as it does, and as ``stats``."""
+        return await self._ask_desk("lens", what, options)
+
     async def update_weights(
         self, weights: NewWeights, *, running: WhileOpen = "refuse", version: str | None = None
     ) -> ModelInfo:

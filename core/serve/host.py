@@ -33,6 +33,7 @@ from engine.core.stats import Counters
 
 if TYPE_CHECKING:
     from engine.core.cache_desk import CacheDesk
+    from engine.core.lens.desk import Lens
     from engine.core.record.desk import RecordDesk
 
 
@@ -81,6 +82,10 @@ class Core(Protocol):
     @property
     def record(self) -> RecordDesk:
         """What can be asked of its decisions."""
+
+    @property
+    def lens(self) -> Lens:
+        """What is shown to people who watch it."""
 
     def add(
         self,
@@ -256,7 +261,7 @@ class Host:
     def _of_desk(self, command: AskDesk) -> DeskAnswer:
         if command.desk == "record":
             self._hand_on()  # whoever asks about a request has submitted it before
-        desk = self._core.record if command.desk == "record" else self._core.cache
+        desk: CacheDesk | RecordDesk | Lens = getattr(self._core, command.desk)
         try:
             return DeskAnswer(command.number, desk.ask(command.what, command.options))
         except InvalidRequest as error:
@@ -286,7 +291,10 @@ class Host:
             return
         began = time.perf_counter()
         deltas = self._core.step()
-        started = self._meter.stepped(time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        started = self._meter.stepped(seconds)
+        if self._core.lens.steps is not None:
+            self._core.lens.stepped(seconds)
         for request_id, refusal in self._core.take_refused():  # before the end that the deltas tell
             self._emit(Refused(request_id, refusal.field, refusal.message, refusal.code))
         self.steps += 1

@@ -65,10 +65,11 @@ class UpdateWeights(msgspec.Struct, frozen=True, tag=True):
 
 
 class AskDesk(msgspec.Struct, frozen=True, tag=True):
-    """``CacheDesk.ask`` or ``RecordDesk.ask``, between two steps. Answered with ``DeskAnswer`` of the same number."""
+    """``CacheDesk.ask``, ``RecordDesk.ask`` or ``Lens.ask``, between two steps. Answered with ``DeskAnswer`` of the
+    same number."""
 
     number: int
-    desk: Literal["cache", "record"]
+    desk: Literal["cache", "record", "lens"]
     what: str
     options: dict[str, Any]
 

@@ -6,6 +6,7 @@ stays open for as long as the parent lives: its end is the parent's death, and o
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -115,6 +116,9 @@ def serve(boot: Boot, wire: Wire, pulse: Pulse) -> int:
     except EngineError as error:
         wire.emit(Fatal(type(error).__name__, str(error)))
         return EXIT_REFUSED
+    # What has been loaded stays: a full collection would walk over all of it, with every row of a batch waiting.
+    gc.collect()
+    gc.freeze()
     try:
         host = Host(core, wire.emit)
         pulse.host = host

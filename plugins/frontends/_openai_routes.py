@@ -17,6 +17,7 @@ from engine.core.serve.client import AsyncEngine
 from engine.core.serve.streams import Gather, Group, embedded
 from engine.plugins.frontends._aside import aside
 from engine.plugins.frontends._cache_routes import CacheRoutes
+from engine.plugins.frontends._dashboard import Dashboard
 from engine.plugins.frontends._debug_routes import DebugRoutes
 from engine.plugins.frontends._endpoints import Endpoints, id_of, tenant_of
 from engine.plugins.frontends._errors import HTTPError, failed, too_late
@@ -58,6 +59,7 @@ class Routes(Endpoints):
         max_body_parts: int,
         slow_reader_s: float,
         open_paths: Sequence[str] = (),
+        dashboard: bool = False,
     ) -> None:
         limits = engine.limits
         super().__init__(
@@ -72,6 +74,7 @@ class Routes(Endpoints):
         self._patience = slow_reader_s
         self._created = int(time.time())
         self._preparer = Preparer(engine, name, self._check_model, parser)
+        self._dashboard = Dashboard(engine, name=name, keys=keys, life=self.life.describe) if dashboard else None
 
     def app(self) -> FastAPI:
         """The ASGI application."""
@@ -97,8 +100,18 @@ class Routes(Endpoints):
         app = self.build("Sixhooks", routes, origins=config.cors_origin)
         app.add_middleware(Watched, life=self.life, answered=self.metrics.answered, log=config.log_requests)
         unguarded = {path for path, _, _, guarded in routes if not guarded}
+        if self._dashboard is not None:
+            self._dashboard.mount(app)
         describe(app, self.engine.limits, None if self._keys is None else {*unguarded, *self._open_paths})
         return app
+
+    async def __aenter__(self) -> Routes:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """The server is gone: so is its dashboard."""
+        if self._dashboard is not None:
+            await self._dashboard.close()
 
     # ---- endpoints
 

@@ -18,6 +18,8 @@ from engine.core.protocols import Frontend, PluginOptions, ToolParser
 from engine.core.registry import make
 from engine.core.serve.client import AsyncEngine
 from engine.plugins.frontends._bounds import MOST_PARTS
+from engine.plugins.frontends._dashboard import PATH
+from engine.plugins.frontends._dashboard_stage import check_installed
 from engine.plugins.frontends._door import Door
 from engine.plugins.frontends._life import Life
 from engine.plugins.frontends._openai_routes import Routes
@@ -42,6 +44,7 @@ class OpenAIOptions(PluginOptions):
         30.0, ge=0, description="seconds to answer 503 after the engine died, then exit"
     )
     slow_reader_s: float = Field(60.0, gt=0, description="a client that reads nothing for so long is let go")
+    dashboard: bool = Field(False, description="serve a live page at /dashboard (needs sixhooks[dashboard])")
     open_paths: tuple[str, ...] = Field((), description="paths that need no API key, e.g. /health/ready,/metrics")
 
 
@@ -62,7 +65,10 @@ class OpenAIFrontend(Frontend):
         self._keys = keys
 
     def open(self, *, host: str, port: int) -> None:
-        """Listen, and say that the server is starting. Raises ``ConfigError``."""
+        """Listen, and say that the server is starting. Raises ``ConfigError``, also where the dashboard is wanted and
+        cannot be."""
+        if self.options.dashboard:
+            check_installed()
         sock = bind(host, port)
         self._door = Door(sock)
         print(f"starting   {url_of(sock)}/health/ready says when it is ready", flush=True)
@@ -87,7 +93,7 @@ class OpenAIFrontend(Frontend):
         app = routes.app()
         door, self._door = self._door, None
         with bind(host, port) if door is None else door.hand_over() as sock:
-            return asyncio.run(self._serve(engine, sock, app, routes.life))
+            return asyncio.run(self._serve(engine, sock, app, routes))
 
     def app(self, engine: AsyncEngine, *, api_key: str | None = None) -> FastAPI:
         """The interface as an application to mount. Raises ``ConfigError`` where the key is empty."""
@@ -110,19 +116,21 @@ class OpenAIFrontend(Frontend):
             max_body_parts=options.max_body_parts,
             slow_reader_s=options.slow_reader_s,
             open_paths=options.open_paths,
+            dashboard=options.dashboard,
         )
 
-    async def _serve(self, engine: AsyncEngine, sock: socket.socket, app: FastAPI, life: Life) -> int:
+    async def _serve(self, engine: AsyncEngine, sock: socket.socket, app: FastAPI, routes: Routes) -> int:
         options: OpenAIOptions = self.options
+        grace, drain = options.engine_death_grace_s, engine.config.drain_timeout
         reload = self._reload if self._keys is not None and self._keys.from_file else None
         with traced(engine):
-            async with serving(app, sock, grace=FLUSH_SECONDS, drains=True, reload=reload) as (server, task):
+            async with routes, serving(app, sock, grace=FLUSH_SECONDS, drains=True, reload=reload) as (server, task):
                 if reload is not None:
                     reload()  # the file may have changed while the model was loaded
                 print(f"listening on {url_of(sock)} (described at {url_of(sock)}/openapi.json)", flush=True)
-                return await watch(
-                    engine, server, task, life, grace=options.engine_death_grace_s, drain=engine.config.drain_timeout
-                )
+                if options.dashboard:
+                    print(f"dashboard  {url_of(sock)}{PATH}", flush=True)
+                return await watch(engine, server, task, routes.life, grace=grace, drain=drain)
 
     def _reload(self) -> None:
         """SIGHUP: read the keys again. What cannot be read changes nothing."""

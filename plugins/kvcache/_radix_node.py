@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import islice
 from math import inf
 from typing import Any, Final
+
+from engine.core.protocols import Outlined
+
+NEWEST = 12  # children of a node that an outline shows
 
 
 class Node:
@@ -77,3 +83,17 @@ def below(root: Node, *, found: bool = False) -> Iterator[Node]:
             continue
         yield node
         stack.extend(reversed(node.children.values()))
+
+
+def outline(root: Node, most: int, token_bytes: int) -> list[Outlined]:
+    """At most so many nodes below this one, level by level, of each its newest children. A key has so many bytes a
+    token."""
+    found: list[Outlined] = []
+    level: deque[tuple[Node, int]] = deque([(root, -1)])
+    while level:
+        node, place = level.popleft()
+        for child in islice(reversed(node.children.values()), min(NEWEST, most - len(found))):
+            level.append((child, len(found)))
+            tokens, pages = len(child.key) // token_bytes, len(child.pages)
+            found.append(Outlined(place, tokens, pages, child.locks, len(child.children), child.used))
+    return found

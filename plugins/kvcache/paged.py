@@ -16,7 +16,7 @@ first, so the heads of prefixes, which more requests share, live longest.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -71,7 +71,8 @@ class PagedCache(KVCache):
         self._key_of: list[bytes | None] = [None] * pages
         self._page_of: dict[bytes, int] = {}  # the oldest page with this key
         self._copies: dict[bytes, list[int]] = {}  # younger ones: pages computed twice are both kept
-        self._idle: dict[int, None] = {}  # insertion order is the order of eviction
+        # In the order of eviction. A plain dict would walk over all that was taken off its front.
+        self._idle: OrderedDict[int, None] = OrderedDict()
         self._until = Times()  # pages that are found for a time only
         self._watcher: CacheWatcher | None = None
 

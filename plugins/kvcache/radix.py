@@ -22,9 +22,9 @@ from pydantic import Field
 from engine.core.errors import ConfigError, InvariantViolation
 from engine.core.identity import page_digests
 from engine.core.plan import Candidate, KVNumbers
-from engine.core.protocols import Context, KVCache, Match, PluginOptions, Publication
+from engine.core.protocols import Context, KVCache, Match, Outlined, PluginOptions, Publication
 from engine.core.request import Request
-from engine.plugins.kvcache._radix_node import Node, below, path
+from engine.plugins.kvcache._radix_node import Node, below, outline, path
 from engine.plugins.kvcache._radix_sessions import Sessions
 from engine.plugins.kvcache._radix_tree import TOKEN_BYTES, RadixTree
 
@@ -234,6 +234,10 @@ class RadixCache(KVCache):
     def peek(self, namespace: bytes, packed: bytes) -> int:
         """Pages on the way down. Does not mutate: no recency, no split."""
         return self.tree.peek(packed, namespace) if self.caching else 0
+
+    def outline(self, most: int) -> list[Outlined]:
+        """Nodes level by level, of each the newest children. Does not mutate."""
+        return outline(self.tree.root, most, TOKEN_BYTES)
 
     def check(self, requests: Iterable[Request]) -> None:
         """Locks equal the requests' paths; every held page is in one node or private to one request. No mutation."""

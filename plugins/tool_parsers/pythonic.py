@@ -77,7 +77,7 @@ class PythonicStream:
     def __init__(self) -> None:
         self._text = ""  # not read yet
         self._read = self._opening
-        self._said = ""  # of the list, before any call was told
+        self._said = ""  # of the list before any call was told; then of the call of which nothing was told yet
         self._index = -1
         self._name = ""
         self._count = 0  # arguments of the call that is being read
@@ -119,6 +119,8 @@ class PythonicStream:
         if not (found := CALL.match(self._text)) or found.end() == len(self._text):
             return self._wait(CALL_BEGINNING)
         self._name, self._count = found[1], 0
+        if self._index >= 0:
+            self._said = found[0]
         return self._go_on(found.end(), self._argument)
 
     def _argument(self) -> bool:

@@ -338,6 +338,7 @@ def told():
         core.step()
     assert core.cache.explain([1] * 9)["cached_pages"] == 2
     assert len(core.cache.dump()["keys"]) == 2
+    assert core.lens.look()["tree"] is None
     core.cache.flush(tiers=True)
     core.close()
 

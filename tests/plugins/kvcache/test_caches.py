@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core import SamplingParams
+from engine.core import Policy, SamplingParams, hookimpl
 from engine.testing import ScriptedExecutor, make_core
 
 both = pytest.mark.parametrize("kvcache", ["paged", "radix"])
@@ -130,3 +130,31 @@ def test_digests_do_not_depend_on_the_process():
     }
     assert len(digests) == 1
     assert len(digests.pop().strip()) == 64
+
+
+@both
+def test_what_a_step_evicts_for_its_decodes_is_asked_for_at_once(kvcache):
+    class Asked(Policy):
+        name = "asked"
+
+        def __init__(self):
+            super().__init__()
+            self.needs = []
+
+        @hookimpl
+        def evict(self, need, pool):
+            if pool.kind == "cache":
+                self.needs.append(need)
+
+    asked = Asked()
+    core = engine(kvcache, policies=[asked], num_pages=16, page_size=4)
+    for first in (100, 200, 300, 400):  # their pages stay, idle
+        finish(core, list(range(first, first + 12)))
+    rows = [core.add([1, 2, 3, number], SamplingParams(max_tokens=3)) for number in range(4)]
+    core.step()
+    asked.needs.clear()
+    evicted = core.counters.evicted_pages
+    core.step()  # each begins its second page
+    assert [len(request.pages) for request in rows] == [2] * 4
+    assert asked.needs == [4]
+    assert core.counters.evicted_pages - evicted == {"paged": 4, "radix": 6}[kvcache], "the tree gives whole leaves"

@@ -58,6 +58,9 @@ def test_hermes(text, content, calls):
         ("<|python_start|>[f()]<|python_end|>", "", [("f", {})]),
         ("[1, 2, 3]", "[1, 2, 3]", []),
         ("[see(below)]", "[see(below)]", []),
+        ("[f(a=1), see(below)]", "see(below)]", [("f", {"a": 1})]),  # all of the call that is none
+        ("[f(a=1), g(", "g(", [("f", {"a": 1})]),
+        ("[f(), g(b='x", "g(b='x", [("f", {})]),
         ("[link](url) and more", "[link](url) and more", []),
         ("[f(a=1, b=nonsense)]", " b=nonsense)]", [("f", {"a": 1})]),
         ("[f(a=1)] and so on", "and so on", [("f", {"a": 1})]),
