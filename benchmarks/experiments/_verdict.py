@@ -50,7 +50,7 @@ def verdict(row: Row) -> Verdict:
     goodput = {name: found["goodput"] for name, found in row["sides"].items()}
     best = max(goodput, key=lambda name: mean(goodput[name]))
     leaders = tuple(name for name in goodput if name == best or not beats(goodput[best], goodput[name]))
-    rest = sorted(goodput.keys() - set(leaders), key=lambda name: -mean(goodput[name]))
+    rest = sorted((name for name in goodput if name not in leaders), key=lambda name: -mean(goodput[name]))
     if not rest:
         return Verdict(row["workload"], row["x"], leaders, best)
     own = mean(goodput[best])

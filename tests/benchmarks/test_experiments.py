@@ -66,14 +66,14 @@ def test_twins_share_within_a_step_in_one_design_and_not_in_the_other(docs):
 
 def test_pages_and_plots_are_made_of_the_figures_alone(docs):
     pytest.importorskip("matplotlib", reason="plots need the extra report")
-    run(*TRIED, "--page-only", docs=docs)
+    run("batching", "--page-only", docs=docs)
     made = {path.name: path.read_bytes() for path in docs.iterdir() if path.is_file()}
-    assert set(made) == {"index.md", *(f"{name}.{kind}" for name in TRIED for kind in ("md", "svg"))}
+    assert set(made) == {"index.md", "batching.md", "batching.svg"}
     page = made["batching.md"].decode()
     assert "class StaticBatching(Policy):" in page
     row = cases(docs, "batching", "equal answers")[0]
     assert f"| {row['sides']['static']['goodput'][0]:.2f} |" in page
-    run(*TRIED, "--page-only", docs=docs)
+    run("batching", "--page-only", docs=docs)
     assert made == {path.name: path.read_bytes() for path in docs.iterdir() if path.is_file()}
 
 
