@@ -63,7 +63,7 @@ EXPERIMENT = Experiment(
     "fcfs, and goodput counts the former. It turns round as soon as a fair queue is still within the limit: "
     "at 30 requests/s, and with an SLO of four seconds, fcfs wins over both. Starvation is in the longest "
     "wait and in Jain's index of the families' mean TTFT. lpm falls back to fcfs while more than 128 wait; "
-    "dfs-weight does not, and is no better here. Planning costs up to twice the CPU time with either, which "
-    "grows with the queue.",
+    "dfs-weight does not, and is no better here. Planning costs more CPU time with either, the more the "
+    "longer the queue: about twice as much at the highest rates.",
     cpu=True,
 )  # fmt: skip
