@@ -92,7 +92,7 @@ def runs(own: Sequence[Verdict]) -> list[list[Verdict]]:
 def percent(value: float | None) -> str:
     """A gain as text."""
     if value is None:
-        return "all"
+        return "∞"
     if value >= 9.5:
         return f"{value + 1:.0f} times"
     return f"{value:+.0%}" if value >= 0.095 else f"{value:+.1%}"

@@ -38,7 +38,7 @@ EXPERIMENT = Experiment(
         *(_case("little memory, nothing shared", rate, 1, 20, 3200, 10**5) for rate in (150, 250, 350)),
     ],
     real=[
-        Case(workload="real", x=30, slo=SLO.parse("ttft=4"),
+        Case(workload="real", x=3, slo=SLO.parse("ttft=4"),
              make=families(rate=3.0, requests=40, groups=3, shared=30, own="20", output="8"),
              config={"scheduler": "radix", "kvcache": "radix", "max_running": 8}),
     ],

@@ -41,7 +41,7 @@ EXPERIMENT = Experiment(
              config={"kvcache": "radix", "num_pages": 60, "max_running": 3}),
     ],
     shown=(GOODPUT, Shown("kept", "keep the SLO, %", 100, ".1f"),
-           Shown("hit_tokens", "hit tokens, thousands", 1e-3, ".0f"),
+           Shown("hit_tokens", "hit tokens, thousands", 1e-3),
            Shown("cached", "of prompts, %", 100, ".1f"), Shown("ttft.mean", "TTFT mean, s"),
            Shown("ttft.p99", "TTFT p99, s"), Shown("queue.max", "longest wait, s"),
            Shown("fairness", "fairness (Jain)", format=".2f"),
