@@ -10,7 +10,6 @@ from pathlib import Path
 from sys import modules
 from typing import Any
 
-import _plots
 from _kit import SEEDS, Experiment, Shown
 from _verdict import Row, Verdict, flips, mean, told, verdict, verdicts
 
@@ -30,13 +29,19 @@ SIMULATED = (
 
 def write(chosen: Sequence[Experiment], every: Sequence[Experiment], docs: Path) -> None:
     """The pages and plots of the chosen ones; the comparison of all that have data."""
+    from _plots import draw
+
     for one in chosen:
         kept = load(one, docs)
         if "simulated" in kept:
-            _plots.draw(one, kept["simulated"]["rows"], docs / f"{one.name}.svg")
+            draw(one, kept["simulated"]["rows"], docs / f"{one.name}.svg")
             (docs / f"{one.name}.md").write_text(page(one, kept), encoding="utf-8")
-    known = [(one, kept) for one in every if "simulated" in (kept := load(one, docs))]
-    (docs / "index.md").write_text(comparison(known), encoding="utf-8")
+    (docs / "index.md").write_text(comparison(known(every, docs)), encoding="utf-8")
+
+
+def known(every: Sequence[Experiment], docs: Path) -> list[tuple[Experiment, dict[str, Any]]]:
+    """Those that have been simulated, and what is kept of them."""
+    return [(one, kept) for one in every if "simulated" in (kept := load(one, docs))]
 
 
 def load(one: Experiment, docs: Path) -> dict[str, Any]:
@@ -133,7 +138,7 @@ def real(one: Experiment, kept: dict[str, Any]) -> str:
     found = kept["real"]
     (case,) = one.real
     text = (
-        f"{found['model']} on {found['device']}: {found['requests']} requests a run, seeds "
+        f"{found['model']} on {found['device']}: {one.workloads['real']}; {found['requests']} requests a run, seeds "
         f"{listed(found['seeds'])}, SLO {slo_text(case.slo)}. Measured in process, in an open loop. So few requests "
         f"on a "
         "machine that drifts say whether the mechanism is there, not by how much it pays."
@@ -154,7 +159,7 @@ def listed(values: Sequence[int]) -> str:
     return ", ".join(map(str, values))
 
 
-def comparison(known: Sequence[tuple[Experiment, dict[str, Any]]]) -> str:
+def comparison(found: Sequence[tuple[Experiment, dict[str, Any]]]) -> str:
     """The page of all."""
     lines = [
         "# Experiments: one decision changed, all else equal",
@@ -170,12 +175,12 @@ def comparison(known: Sequence[tuple[Experiment, dict[str, Any]]]) -> str:
         "over the best of those that are beaten, and over the last of them. A flip: two cases that have no leader in "
         "common.",
         "| experiment | workload, SLO | winner by goodput, by how much |\n|---|---|---|\n" + "\n".join(
-            row for one, kept in known for row in rows_of(one, kept["simulated"]["rows"])),
+            row for one, kept in found for row in rows_of(one, kept["simulated"]["rows"])),
         "## Where it flips\n\n" + "\n".join(
-            f"* [{one.title}]({one.name}.md). {flipped(one, kept['simulated']['rows'])}" for one, kept in known),
+            f"* [{one.title}]({one.name}.md). {flipped(one, kept['simulated']['rows'])}" for one, kept in found),
         "## On the real model\n\nThe same decisions on the default model on a CPU, a few dozen requests each: "
         "whether the "
-        "mechanism is there.\n\n" + real_table(known),
+        "mechanism is there.\n\n" + real_table(found),
         "## How to run them\n\n```sh\npython -m pip install 'sixhooks[report]'\npython benchmarks/experiments/run.py  "
         "           # simulated: minutes of one core\npython benchmarks/experiments/run.py --real      # the default "
         "model, on "
@@ -184,7 +189,7 @@ def comparison(known: Sequence[tuple[Experiment, dict[str, Any]]]) -> str:
         "kept\n```\n\nAn experiment is a module of `benchmarks/experiments/`: its sides, its cases, its SLO. Static "
         "batching "
         "is a policy of ten lines there. Figures of CPU time (planning) are of the machine that wrote these pages.",
-        "```{toctree}\n:hidden:\n\n" + "\n".join(one.name for one, _ in known) + "\n```",
+        "```{toctree}\n:hidden:\n\n" + "\n".join(one.name for one, _ in found) + "\n```",
     ]  # fmt: skip
     return "\n\n".join(lines) + "\n"
 
@@ -197,10 +202,10 @@ def rows_of(one: Experiment, rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def real_table(known: Sequence[tuple[Experiment, dict[str, Any]]]) -> str:
+def real_table(found: Sequence[tuple[Experiment, dict[str, Any]]]) -> str:
     """Goodput of each side, measured."""
     lines = ["| experiment | goodput, req/s | verdict |", "|---|---|---|"]
-    for one, kept in known:
+    for one, kept in found:
         if "real" not in kept:
             continue
         for row in kept["real"]["rows"]:

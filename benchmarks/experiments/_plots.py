@@ -12,7 +12,7 @@ from _verdict import Row, mean
 
 mpl.use("svg")
 mpl.rcParams.update({
-    "svg.hashsalt": "sixhooks", "svg.fonttype": "path", "font.size": 9, "axes.spines.top": False,
+    "svg.hashsalt": "sixhooks", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False,
     "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3, "legend.frameon": False, "lines.markersize": 4,
 })  # fmt: skip
 MARKS = "osD^v"

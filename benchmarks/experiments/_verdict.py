@@ -50,7 +50,7 @@ def verdict(row: Row) -> Verdict:
     goodput = {name: found["goodput"] for name, found in row["sides"].items()}
     best = max(goodput, key=lambda name: mean(goodput[name]))
     leaders = tuple(name for name in goodput if name == best or not beats(goodput[best], goodput[name]))
-    rest = sorted(goodput.keys() - set(leaders), key=lambda name: -mean(goodput[name]))
+    rest = sorted((name for name in goodput if name not in leaders), key=lambda name: -mean(goodput[name]))
     if not rest:
         return Verdict(row["workload"], row["x"], leaders, best)
     own = mean(goodput[best])
@@ -92,7 +92,7 @@ def runs(own: Sequence[Verdict]) -> list[list[Verdict]]:
 def percent(value: float | None) -> str:
     """A gain as text."""
     if value is None:
-        return "all"
+        return "∞"
     if value >= 9.5:
         return f"{value + 1:.0f} times"
     return f"{value:+.0%}" if value >= 0.095 else f"{value:+.1%}"

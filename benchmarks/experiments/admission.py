@@ -50,15 +50,16 @@ EXPERIMENT = Experiment(
         "answers that grow": f"Poisson, {GROW}; 500 requests; SLO {ASKED}",
         "answers that grow, patient readers": f"the same; SLO {PATIENT}",
         "prompts far longer than answers": f"Poisson, {STAY}; 300 requests; SLO {ASKED}",
+        "real": "Poisson, 4 requests/s, prompt=16-32, output=32-96, a pool of 896 tokens",
     },
     reading="Eager admission preempts hundreds of times and computes a good part of the tokens twice, and under an "
-    "SLO that is impatient for the first token it wins all the same, as in no paper that proposes a forecast. "
-    "The reason is whom `unified` preempts: the last admitted, which have little to recompute and would have "
-    "waited otherwise, so that eager admission is a queue whose heads were given their first token early. "
-    "What it costs is seen by readers who got that token and then nothing for seconds: with patience for the "
-    "first token and none for a stall the order turns round, a share kept free wins, and the forecast, which "
-    "has the highest throughput of the three, is between the two. With long prompts the share that is kept "
-    "free is never needed, since answers add little to what is there at admission, and it only keeps requests "
-    "out. A limit on the 99th percentile of a request's gaps would not show any of this: one stall of ten "
-    "seconds among 400 tokens is beyond it.",
+    "SLO that is impatient for the first token nobody beats it for all that, which is not what the papers on "
+    "forecasts say. The reason is whom `unified` preempts: the last admitted, which have little to recompute "
+    "and would have waited otherwise, so that eager admission is a queue whose heads were given their first "
+    "token early. What it costs is seen by readers who got that token and then nothing for seconds: with "
+    "patience for the first token and none for a stall the order turns round, a share kept free wins, and the "
+    "forecast, which has the highest throughput of the three, is between the two. With long prompts the share "
+    "that is kept free is never needed, since answers add little to what is there at admission, and it only "
+    "keeps requests out. A limit on the 99th percentile of a request's gaps would not show any of this: one "
+    "stall of ten seconds among 400 tokens is beyond it.",
 )  # fmt: skip

@@ -62,6 +62,7 @@ EXPERIMENT = Experiment(
         "equal answers": f"Poisson, {EVEN}; 300 requests; SLO {CHAT}",
         "long-tailed answers": f"Poisson, {TAIL}; 300 requests; SLO {CHAT}",
         "long prompts, strict between tokens": f"Poisson, {LONG}; 200 requests; SLO {TIGHT}",
+        "real": "Poisson, 2 requests/s, prompt=32-96, output=pareto:24:1.5:96, at most 16 running",
     },
     reading="Continuous batching wins wherever answers differ in length: one long answer keeps 63 places of a static "
     "batch empty, and who comes meanwhile waits for its end. With equal answers static batching keeps up for "

@@ -44,6 +44,8 @@ EXPERIMENT = Experiment(
         "streams and long prompts": f"Poisson, ten streams a second ({STREAMS}) and so many long prompts ({LONG}); 400 "
         f"requests together; SLO of a stream {CHAT['streams']}, of a long prompt {CHAT['long']}",
         "long prompts, short answers": f"Poisson, {PAPERS}; 400 requests; SLO {FIRST}",
+        "real": "Poisson, one stream a second (prompt=32, output=48) and a long prompt in four seconds (prompt=600, "
+        "output=4)",
     },
     reading="The step is the gap: on this device 1024 tokens take about 26 ms and 2048 about 50 ms, so that with an "
     "SLO of 50 ms between tokens 2048 is at the edge and 8192 far beyond, for every stream over which a long "

@@ -34,7 +34,7 @@ EXPERIMENT = Experiment(
           for rate in (14, 18, 22)),
     ],
     real=[
-        Case(workload="real", x=1.5, make=spelled("poisson:rate=1.5,prompt=64-256,output=8-48", 24),
+        Case(workload="real", x=1.2, make=spelled("poisson:rate=1.2,prompt=64-256,output=8-48", 24),
              slo=SLO.parse("ttft=3,itl=0.5"), config={"max_running": 16, "max_batch_tokens": 256}),
     ],
     shown=(GOODPUT, Shown("kept", "keep the SLO, %", 100, ".1f"), Shown("ttft.mean", "TTFT mean, s"),
@@ -46,6 +46,7 @@ EXPERIMENT = Experiment(
         "chat": f"Poisson, {CHAT}; 700 requests; SLO {BOTH}",
         "documents": f"Poisson, {PAPERS}; 400 requests; SLO {SOON}",
         "labels": f"Poisson, {LABEL}; 1000 requests; SLO {FIRST}",
+        "real": "Poisson, 1.2 requests/s, prompt=64-256, output=8-48, 256 tokens a step",
     },
     reading="Running first holds the gap between tokens to one step; prefill first lets prompts that keep coming "
     "stall all streams for several steps in a row, the longer the more of them come. What it should win by "

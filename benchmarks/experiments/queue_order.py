@@ -41,7 +41,7 @@ EXPERIMENT = Experiment(
              config={"kvcache": "radix", "num_pages": 60, "max_running": 3}),
     ],
     shown=(GOODPUT, Shown("kept", "keep the SLO, %", 100, ".1f"),
-           Shown("hit_tokens", "hit tokens, thousands", 1e-3, ".0f"),
+           Shown("hit_tokens", "hit tokens, thousands", 1e-3),
            Shown("cached", "of prompts, %", 100, ".1f"), Shown("ttft.mean", "TTFT mean, s"),
            Shown("ttft.p99", "TTFT p99, s"), Shown("queue.max", "longest wait, s"),
            Shown("fairness", "fairness (Jain)", format=".2f"),
@@ -53,6 +53,8 @@ EXPERIMENT = Experiment(
         "low sharing, patient": f"the same as low sharing; SLO {LATE}",
         "low sharing": f"Poisson; beginnings of 100 tokens, own lognormal:1000:0.5:4000, output=exp:32:200; 700 "
         f"requests; SLO {ASKED}",
+        "real": "Poisson, 6 requests/s of six families, beginnings of 192 tokens, own 16, output=8, a pool of 960 "
+        "tokens, at most 3 running",
     },
     reading="With high sharing, lpm and dfs-weight raise the hit rate once a queue builds up, which takes load off "
     "the device: they carry rates at which fcfs has lost nearly everybody. With low sharing there is nothing "
@@ -61,7 +63,7 @@ EXPERIMENT = Experiment(
     "fcfs, and goodput counts the former. It turns round as soon as a fair queue is still within the limit: "
     "at 30 requests/s, and with an SLO of four seconds, fcfs wins over both. Starvation is in the longest "
     "wait and in Jain's index of the families' mean TTFT. lpm falls back to fcfs while more than 128 wait; "
-    "dfs-weight does not, and is no better here. Planning costs up to twice the CPU time with either, which "
-    "grows with the queue.",
+    "dfs-weight does not, and is no better here. Planning costs more CPU time with either, the more the "
+    "longer the queue: about twice as much at the highest rates.",
     cpu=True,
 )  # fmt: skip

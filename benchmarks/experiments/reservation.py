@@ -46,6 +46,7 @@ EXPERIMENT = Experiment(
     workloads={
         "limits far above answers": f"Poisson, {LOOSE}; 600 requests; SLO {ASKED}",
         "answers near their limits": f"Poisson, {FULL}; 300 requests; SLO {ASKED}",
+        "real": "Poisson, 4 requests/s, prompt=24-40, output=32-96 (the limit is the answer), a pool of 896 tokens",
     },
     reading="Where clients ask for ten times what they are answered with, reserving for it costs most of the memory: "
     "the lowest conservativeness wins, nobody is ever retracted, and the default of 1 loses most of the "

@@ -51,6 +51,7 @@ EXPERIMENT = Experiment(
         f"requests; SLO {ASKED}",
         "short prompts": f"bursts, 200 requests/s, prompt=100-200 and 16 own, output=exp:32:200; 800 requests; SLO "
         f"{SOON}",
+        "real": "bursts of four, 2 requests/s, prompts of 200 tokens and 8 own, output=8",
     },
     reading="In the paged design the first twin publishes its pages as it is planned, and the others of the same step "
     "read them: a prompt is computed once however many come. In the radix design twins that fit into one "
