@@ -8,6 +8,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from engine.core.plan import Outcome, Plan
 from engine.core.protocols import ModelInfo
 from engine.core.request import Request
@@ -55,7 +57,7 @@ class EchoExecutor(SimExecutor):
 def never(one: TokenLogprobs, possible: int) -> TokenLogprobs:
     """The same, where all but one token is impossible."""
     top = tuple(0.0 if token == possible else -math.inf for token in one.top)
-    return one._replace(logprob=0.0 if one.token == possible else -math.inf, top_logprobs=top)
+    return replace(one, logprob=0.0 if one.token == possible else -math.inf, top_logprobs=top)
 
 
 class FaultyExecutor(SimExecutor):
