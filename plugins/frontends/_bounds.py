@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, ValidationError, WithJsonSchema, WrapValidator
@@ -85,6 +86,20 @@ def _moved(error: ValidationError, by: int) -> ValidationError:
         lines.append(InitErrorDetails(type=kind, loc=(first + by, *rest), input=one["input"]))
     return ValidationError.from_exception_data(error.title, lines)
 
+
+def _in_parts(value: Any, check: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+    """Check a large object a few fields at a time. The first part with a fault is the last one."""
+    if not isinstance(value, dict) or len(value) <= AT_ONCE:
+        return check(value)
+    found: dict[str, Any] = {}
+    fields = iter(value.items())
+    while part := dict(islice(fields, AT_ONCE)):
+        found |= check(part)
+    return found
+
+
+InParts = WrapValidator(_in_parts)
+"""Of an object with names that clients choose."""
 
 InSlices = WrapValidator(_in_slices)
 """Of a list of objects in a body."""

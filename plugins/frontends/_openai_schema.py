@@ -12,7 +12,7 @@ from engine.core.errors import InvalidRequest
 from engine.core.grammar import Grammar
 from engine.core.sampling import SamplingParams
 from engine.core.validate import MAX_SECONDS
-from engine.plugins.frontends._bounds import InSlices, Off
+from engine.plugins.frontends._bounds import InParts, InSlices, Off
 from engine.plugins.frontends._openai_fields import MOST_TEXT, UNSUPPORTED, Body, Strict
 from engine.plugins.frontends._openai_formats import ResponseFormat, StructuredOutputs, grammar_of
 from engine.plugins.frontends._openai_tools import Choice, MadeCall, NamedTool, ToolDefinition, Toolset, toolset_of
@@ -52,7 +52,7 @@ class Asked(Body):
     cache: CacheOptions | None = None
     cache_salt: str | None = Field(None, description="the same as cache.salt", max_length=MAX_SALT)
     user: str | None = Field(None, description="handed to policies as metadata", max_length=MOST_TEXT)
-    metadata: dict[str, str] | None = Field(None, description="handed to policies")
+    metadata: Annotated[dict[str, str], InParts] | None = Field(None, description="handed to policies")
 
     def salt(self) -> str:
         """The cache salt under either of its names. Raises ``InvalidRequest`` where they differ."""
@@ -103,7 +103,9 @@ class Sampling(Asked):
     repetition_penalty: float | None = Field(None, description="1 is off")
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = Field(None, description="token id -> what is added to its logit")
+    logit_bias: Annotated[dict[str, float], InParts] | None = Field(
+        None, description="token id -> what is added to its logit"
+    )
     seed: int | None = Field(None, description="choice k depends on seed and k")
     stop: str | list[str] | None = None
     include_stop_str_in_output: bool | None = Field(None, description="what ended the text is part of it")

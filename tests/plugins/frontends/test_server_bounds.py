@@ -348,3 +348,11 @@ def test_log_probabilities_of_all_open_requests_are_bounded_together() -> None:
             await engine.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(("field", "good", "bad"), [("logit_bias", 1.0, "x"), ("metadata", "x", 1)])
+@pytest.mark.parametrize("at", [0, AT_ONCE, 3 * AT_ONCE])
+def test_a_fault_in_a_large_object_is_named_at_its_place(app: Any, field: str, good: Any, bad: Any, at: int) -> None:
+    values = {str(number): good for number in range(3 * AT_ONCE + 1)}
+    assert post(app, "/v1/completions/render", {**GOOD, field: values}).status_code == 200
+    refused(app, "/v1/completions", {**GOOD, field: {**values, str(at): bad}}, f"{field}.{at}", "invalid_value")
