@@ -17,7 +17,8 @@ from engine.core.errors import EngineError, InvalidRequest, QueueFull
 from engine.core.loop import EngineCore
 from engine.core.plan import Delta
 from engine.core.request import Request, SamplingParams
-from engine.core.serve.client import Ask, AsyncEngine, Measures
+from engine.core.serve.asks import Ask
+from engine.core.serve.client import AsyncEngine, Measures
 from engine.lab.arrivals import Arrival, Workload, tokens_of
 from engine.lab.driving import Answer, Client, Progress, Target, drive, warm, warming
 from engine.lab.following import SKIPPED, Following

@@ -7,25 +7,24 @@ import itertools
 import secrets
 import weakref
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from engine.core import errors
 from engine.core.config import EngineConfig
-from engine.core.errors import ConfigError, EngineDead, EngineError, InvalidRequest, QueueFull
+from engine.core.errors import ConfigError, EngineDead, EngineError, InvalidRequest
 from engine.core.histograms import Histogram
 from engine.core.outputs import Chunk, Completion, Embedding
 from engine.core.pooling import Pooling
 from engine.core.protocols import Limits, ModelInfo
 from engine.core.request import Finish, SamplingParams
+from engine.core.serve.asks import Ask, check_room, logprobs_of, prompt_logprobs_of, size_of
 from engine.core.serve.cache import CacheClient
 from engine.core.serve.ledger import Ledger
 from engine.core.serve.link import Link
 from engine.core.serve.messages import (
     Abort,
     Add,
-    AskDesk,
     AskStats,
     DeskAnswer,
     Event,
@@ -36,51 +35,17 @@ from engine.core.serve.messages import (
     Updated,
     UpdateWeights,
 )
+from engine.core.serve.questions import Questions, error_of
 from engine.core.serve.record import RecordClient
 from engine.core.serve.streams import Gather, Group, Stream, embedded
 from engine.core.serve.text import encode, find_tokenizer, text_of
 from engine.core.serve.watchdog import Watchdog
-from engine.core.validate import check_fields, validate
 from engine.core.weights import NewWeights, WhileOpen
 
 if TYPE_CHECKING:
     from engine.core.models.tokenizer import Tokenizer
 
-Question = type[AskStats] | type[AskDesk] | type[UpdateWeights]
-STATS_SECONDS = 10.0  # a long step answers when it ends
-LOGPROBS_AT_ONCE = 8  # so many times what one request may come to is kept for all that are open
 LONG_TEXT = 4096  # characters; longer text is tokenised in a thread, so that the event loop stays quick
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """One prompt to submit, with ``params.n`` choices. ``request_id`` is the caller's name for it: not unique, only
-    echoed and abortable. ``deadline`` is in seconds; ``tenant`` is who asks, as the server knows him: policies see it
-    in ``metadata`` instead of what the caller says there, which they see where it is ``None`` only (empty: nobody's);
-    ``note`` stays with its streams, for whoever is told how they ended. The other fields are those of
-    ``EngineCore.add``. With ``pooling`` it comes to a vector, the ``vector`` of its stream, and to no token."""
-
-    tokens: Sequence[int]
-    params: SamplingParams = field(default_factory=SamplingParams)
-    request_id: str | None = None
-    priority: int = 0
-    salt: str = ""
-    metadata: Mapping[str, Any] | None = None
-    read_cache: bool = True
-    write_cache: bool = True
-    cache_ttl: float | None = None
-    deadline: float | None = None
-    tenant: str | None = None
-    note: str = ""
-    pooling: Pooling | None = None
-
-    def check(self, limits: Limits) -> None:
-        """Raise ``InvalidRequest`` where any field has a wrong type or breaks a limit. Long prompts take a while."""
-        validate(self.tokens, self.params, limits, self.pooling)
-        check_fields(
-            request_id=self.request_id, priority=self.priority, salt=self.salt, metadata=self.metadata,
-            read_cache=self.read_cache, write_cache=self.write_cache, cache_ttl=self.cache_ttl, deadline=self.deadline,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +103,7 @@ class AsyncEngine:
         self._at_exit: weakref.finalize[[], AsyncEngine]
         self._numbers = itertools.count(1)
         self._prefix = secrets.token_hex(4)
-        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._questions = Questions(self._open, lambda command: self._link.send(command))
 
     # ---- life
 
@@ -245,12 +210,9 @@ class AsyncEngine:
         """
         for ask in () if checked else asks:
             ask.check(self.limits)
-        count, tokens = sum(ask.params.n for ask in asks), sum(ask.params.n * len(ask.tokens) for ask in asks)
-        self._check_size(count, tokens)
-        entries = self._check_logprobs(asks)
-        self._bind()  # before the check: from here on, a death is told to this loop
-        self._link.check()
-        self._check_room(count, tokens, entries)
+        size = size_of(asks, self.limits)
+        self._open()
+        check_room(size, self.limits, self.ledger)
         group = Group(self._leave)
         each = ((ask, params) for ask in asks for params in ask.params.choices())
         adds = [self._prepare(group, index, ask, params) for index, (ask, params) in enumerate(each)]
@@ -339,20 +301,20 @@ class AsyncEngine:
 
     async def measures(self) -> Measures:
         """``stats``, and what the core has measured since it started. Raises as ``stats``."""
-        said: Stats = await self._ask_soon(AskStats)
+        said: Stats = await self._questions.soon(AskStats)
         return Measures(said.values, said.histograms, said.waits)
 
     async def ask_cache(self, what: str, **options: Any) -> dict[str, Any]:
         """``CacheDesk.ask``, between two steps. Raises as it does, and as ``stats``."""
-        return await self._ask_desk("cache", what, options)
+        return await self._questions.desk("cache", what, options)
 
     async def ask_record(self, what: str, **options: Any) -> dict[str, Any]:
         """``RecordDesk.ask``, between two steps. Raises as it does, and as ``stats``."""
-        return await self._ask_desk("record", what, options)
+        return await self._questions.desk("record", what, options)
 
     async def ask_lens(self, what: str, **options: Any) -> dict[str, Any]:
         """``Lens.ask``, between two steps. Raises as it does, and as ``stats``."""
-        return await self._ask_desk("lens", what, options)
+        return await self._questions.desk("lens", what, options)
 
     async def update_weights(
         self, weights: NewWeights, *, running: WhileOpen = "refuse", version: str | None = None
@@ -367,91 +329,18 @@ class AsyncEngine:
         """
         source = str(weights) if isinstance(weights, PathLike) else weights
         try:
-            answer: Updated = await self._ask(UpdateWeights, source, running, version)
+            answer: Updated = await self._questions.ask(UpdateWeights, source, running, version)
         except InvalidRequest as error:
             raise ConfigError(
                 "these weights cannot travel to the engine's process: give the path of a model, or start the engine "
                 f"with in_process=True ({error.message})"
             ) from error
         if answer.model is None:
-            raise _told(answer)
+            raise error_of(answer)
         self.model = answer.model
         return answer.model
 
     # ---- inside
-
-    async def _ask_desk(self, desk: str, what: str, options: Mapping[str, Any]) -> dict[str, Any]:
-        answer: DeskAnswer = await self._ask_soon(AskDesk, desk, what, options)
-        if answer.value is None:
-            if answer.kind == "InvalidRequest":
-                raise InvalidRequest(answer.field, answer.message)
-            raise _told(answer)
-        return answer.value
-
-    async def _ask_soon(self, question: Question, *fields: Any) -> Any:
-        """``_ask`` what is answered between two steps. Raises ``EngineError`` where a step takes too long."""
-        try:
-            async with asyncio.timeout(STATS_SECONDS):
-                return await self._ask(question, *fields)
-        except TimeoutError as error:
-            raise EngineError(f"the engine did not answer within {STATS_SECONDS:g} s") from error
-
-    async def _ask(self, question: Question, *fields: Any) -> Any:
-        """Send a question with a number of its own, and wait for the answer of that number."""
-        self._bind()
-        self._link.check()
-        number = next(self._numbers)
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._asked[number] = future
-        try:
-            self._link.send(question(number, *fields))
-            return await future
-        finally:
-            self._asked.pop(number, None)
-
-    def _check_size(self, count: int, tokens: int) -> None:
-        """Raise ``InvalidRequest`` for what could never be open at once."""
-        limits = self.limits
-        if count > limits.max_open:
-            words = f"{count} sequences in one request, at most {limits.max_open} can be open"
-            raise InvalidRequest("n", words, code="above_limit")
-        if count > 1 and tokens > limits.max_waiting_tokens:
-            words = f"{tokens} tokens in {count} sequences, at most {limits.max_waiting_tokens} may wait"
-            raise InvalidRequest("prompt", words, code="above_limit")
-
-    def _check_logprobs(self, asks: Sequence[Ask]) -> int:
-        """How many log-probabilities they could come to. Raises ``InvalidRequest`` where these are more than are kept
-        for a caller."""
-        limits = self.limits
-        of_prompts = sum(ask.params.n * prompt_logprobs_of(ask.params, len(ask.tokens)) for ask in asks)
-        entries = sum(ask.params.n * logprobs_of(ask.params, len(ask.tokens), limits) for ask in asks)
-        if of_prompts > (most := max(limits.max_output_logprobs, limits.max_prompt_logprobs)):
-            words = f"all prompts' log-probabilities come to {of_prompts}, at most {most} are allowed"
-            raise InvalidRequest("prompt_logprobs", words, code="above_limit")
-        if entries > limits.max_output_logprobs:
-            words = (
-                f"sequences x tokens x (rivals + 1) come to {entries} log-probabilities, at most "
-                f"{limits.max_output_logprobs} are allowed: set max_tokens, or ask for fewer"
-            )
-            raise InvalidRequest("logprobs", words, code="above_limit")
-        return entries + of_prompts
-
-    def _check_room(self, count: int, tokens: int, entries: int) -> None:
-        """Raise ``QueueFull`` where there is no room now, with an estimate of when there will be."""
-        limits, ledger = self.limits, self.ledger
-        if (missing := len(ledger) + count - limits.max_open) > 0:
-            words = f"{len(ledger)} requests are open, at most {limits.max_open} may be: try again later"
-            raise QueueFull(words, retry_after=ledger.ends.wait_for(missing))
-        if ledger.logprobs and ledger.logprobs + entries > (most := LOGPROBS_AT_ONCE * limits.max_output_logprobs):
-            words = f"open requests may come to {ledger.logprobs} log-probabilities, at most {most} are kept at once"
-            raise QueueFull(f"{words}: there is no room for {entries} more", retry_after=ledger.ends.wait_for(1))
-        waiting = ledger.waiting_tokens
-        if waiting and (missing := waiting + tokens - limits.max_waiting_tokens) > 0:
-            words = (
-                f"requests with {waiting} prompt tokens wait, at most {limits.max_waiting_tokens} tokens may: there is "
-                f"no room for {tokens} more, try again later"
-            )
-            raise QueueFull(words, retry_after=ledger.ends.wait_for(missing * len(ledger) / waiting))
 
     def _prepare(self, group: Group, index: int, ask: Ask, params: SamplingParams) -> Add:
         request_id = f"{self._prefix}-{next(self._numbers)}"
@@ -477,6 +366,11 @@ class AsyncEngine:
         if gone := self.ledger.leave(streams):
             self._link.send(Abort(gone))
 
+    def _open(self) -> None:
+        """Somebody is about to be told something, in this loop. Raises ``EngineDead``."""
+        self._bind()  # before the check: from here on, a death is told to this loop
+        self._link.check()
+
     def _bind(self) -> None:
         if self._link.bind(busy=len(self.ledger) > 0):
             self._leave(list(self.ledger.open.values()))  # left behind by a loop that was closed
@@ -487,39 +381,14 @@ class AsyncEngine:
                 self.ledger.started(started)
                 for abort in self.ledger.deliver(deltas):
                     self._link.send(abort)
-            case Stats(number=number) | DeskAnswer(number=number) | Updated(number=number):
-                self._answer(number, event)
+            case Stats() | DeskAnswer() | Updated():
+                self._questions.answered(event)
             case Refused(request_id=request_id):
                 if (stream := self.ledger.open.get(request_id)) is not None:
                     self.ledger.fail([stream], InvalidRequest(event.field, event.message, code=event.code))
-
-    def _answer(self, number: int, answer: Any) -> None:
-        future = self._asked.get(number)
-        if future is not None and not future.done():
-            future.set_result(answer)
 
     def _fail_all(self) -> None:
         words = self._link.cause or "the engine is gone"
         for stream in list(self.ledger.open.values()):
             self.ledger.fail([stream], EngineDead(words))  # each its own: a traceback grows where it is raised
-        for future in self._asked.values():
-            if not future.done():
-                future.set_exception(EngineDead(words))
-
-
-def logprobs_of(params: SamplingParams, prompt: int, limits: Limits) -> int:
-    """The most log-probabilities that one choice's output may come to, rivals included."""
-    return (
-        0 if params.logprobs is None else (params.logprobs + 1) * (params.max_tokens or limits.max_model_len - prompt)
-    )
-
-
-def prompt_logprobs_of(params: SamplingParams, prompt: int) -> int:
-    """The same of its prompt."""
-    return 0 if params.prompt_logprobs is None else (params.prompt_logprobs + 1) * prompt
-
-
-def _told(answer: DeskAnswer | Updated) -> EngineError:
-    """The error that the core answered with."""
-    kind: type[EngineError] = getattr(errors, answer.kind, EngineError)
-    return kind(answer.message)
+        self._questions.fail(words)

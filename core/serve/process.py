@@ -6,7 +6,6 @@ stays open for as long as the parent lives: its end is the parent's death, and o
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 import signal
@@ -20,6 +19,7 @@ import zmq
 from engine.core.assemble import assemble
 from engine.core.config import EngineConfig
 from engine.core.errors import EngineError
+from engine.core.serve.garbage import frozen
 from engine.core.serve.host import Host
 from engine.core.serve.messages import Boot, Command, Event, Fatal, Heartbeat, Ready, decode_command, encode, refusals
 from engine.core.serve.printing import keep_printing
@@ -116,14 +116,12 @@ def serve(boot: Boot, wire: Wire, pulse: Pulse) -> int:
     except EngineError as error:
         wire.emit(Fatal(type(error).__name__, str(error)))
         return EXIT_REFUSED
-    # What has been loaded stays: a full collection would walk over all of it, with every row of a batch waiting.
-    gc.collect()
-    gc.freeze()
     try:
-        host = Host(core, wire.emit)
-        pulse.host = host
-        wire.emit(Ready(core.limits, core.model, core.describe()))
-        host.run(wire.take)
+        with frozen():
+            host = Host(core, wire.emit)
+            pulse.host = host
+            wire.emit(Ready(core.limits, core.model, core.describe()))
+            host.run(wire.take)
     finally:
         core.close()
     return 0

@@ -8,13 +8,14 @@ So there are few of them, and what they call works on slices.
 from __future__ import annotations
 
 import asyncio
-import gc
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from engine.core.outputs import Chunk, Completion
 from engine.core.sampling import TokenLogprobs
+from engine.core.serve.garbage import frozen
 
 AT_ONCE = 2  # threads: one more would make the event loop wait longer, and none of them end sooner
 MUCH = 500  # log-probabilities: some milliseconds
@@ -56,8 +57,13 @@ def _count(found: Sequence[TokenLogprobs] | None) -> int:
     return len(found) * (1 + len(found[0].top)) if found else 0
 
 
-def be_quick() -> None:
+@contextmanager
+def quick() -> Iterator[None]:
     """For a process that serves: threads change often, and no collection of garbage looks at what stays for ever."""
+    before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_SECONDS)
-    gc.collect()
-    gc.freeze()
+    try:
+        with frozen():
+            yield
+    finally:
+        sys.setswitchinterval(before)

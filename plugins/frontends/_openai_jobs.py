@@ -9,7 +9,8 @@ from typing import Any
 from engine.core.errors import InvalidRequest
 from engine.core.protocols import ToolParser
 from engine.core.sampling import SamplingParams
-from engine.core.serve.client import Ask, AsyncEngine
+from engine.core.serve.asks import Ask
+from engine.core.serve.client import AsyncEngine
 from engine.core.serve.text import encode
 from engine.core.tools import rendered
 from engine.plugins.frontends._openai_answers import Wish

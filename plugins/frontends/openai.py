@@ -17,7 +17,7 @@ from engine.core.keys import Keys
 from engine.core.protocols import Frontend, PluginOptions, ToolParser
 from engine.core.registry import make
 from engine.core.serve.client import AsyncEngine
-from engine.plugins.frontends._aside import be_quick
+from engine.plugins.frontends._aside import quick
 from engine.plugins.frontends._bounds import MOST_PARTS
 from engine.plugins.frontends._dashboard import PATH
 from engine.plugins.frontends._dashboard_stage import check_installed
@@ -93,8 +93,7 @@ class OpenAIFrontend(Frontend):
         routes = self._routes(engine, api_key)
         app = routes.app()
         door, self._door = self._door, None
-        be_quick()
-        with bind(host, port) if door is None else door.hand_over() as sock:
+        with quick(), bind(host, port) if door is None else door.hand_over() as sock:
             return asyncio.run(self._serve(engine, sock, app, routes))
 
     def app(self, engine: AsyncEngine, *, api_key: str | None = None) -> FastAPI:

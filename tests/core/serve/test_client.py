@@ -21,7 +21,7 @@ from engine import (
     SamplingParams,
 )
 from engine.core.errors import ConfigError, EngineError, ModelError, PluginError
-from engine.core.serve.client import Ask
+from engine.core.serve.asks import Ask
 from engine.llm import LLM
 
 SIM = {"name": "sim", "step_ms": 1}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine import AsyncEngine, EngineConfig, SamplingParams
 from engine.core import Delta, TokenLogprobs
 from engine.core.serve import flow
-from engine.core.serve.client import Ask
+from engine.core.serve.asks import Ask
 from engine.core.serve.messages import Outputs, Started
 
 ONE = TokenLogprobs(1, -1.0, 1, tuple(range(20)), (-1.0,) * 20)

@@ -14,7 +14,7 @@ from engine.core.errors import UnknownRequest
 from engine.core.record.reading import read
 from engine.core.record.story import find, tell
 from engine.core.replay.log import replay
-from engine.core.serve.client import Ask
+from engine.core.serve.asks import Ask
 
 STOPS = tuple(range(0, 2500, 20))  # as many as one request may have
 

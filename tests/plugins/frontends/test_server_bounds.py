@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from engine import AsyncEngine, EngineConfig, InvalidRequest, QueueFull, SamplingParams
 from engine.core.outputs import Chunk
 from engine.core.sampling import TokenLogprobs
-from engine.core.serve.client import Ask
+from engine.core.serve.asks import Ask
 from engine.plugins.frontends._aside import AT_ONCE as THREADS
 from engine.plugins.frontends._aside import MUCH, Aside
 from engine.plugins.frontends._bounds import AT_ONCE, STRINGS_A_PART, check_parts

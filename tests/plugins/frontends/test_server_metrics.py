@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine import AsyncEngine, EngineConfig
 from engine.core.plan import Why
-from engine.core.serve.client import Ask
+from engine.core.serve.asks import Ask
 from engine.plugins.frontends.openai import OpenAIFrontend
 
 ROOT = Path(__file__).parents[3]
