@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
 TESTS ?= tests
-WORKERS ?= 2
+WORKERS ?= 3
 TREE := .build/tree
 
 SITE := .build/site
@@ -16,7 +16,7 @@ OPTIONAL := nixl-cu12 mooncake-transfer-engine-non-cuda redis triton llguidance 
 # The same, with what they bring: the dashboard, and what drives the browser that looks at it.
 OPTIONAL_WHOLE := nicegui selenium
 
-.PHONY: install serve test lint tree types imports docs unit slow bench clean
+.PHONY: install serve test checks lint tree types imports docs unit slow bench clean
 
 install: $(STAMP)
 
@@ -33,10 +33,12 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 serve: install
 	$(BIN)/engine serve $(ARGS)
 
-# Each of the checks keeps one core busy: they go side by side, before the tests, whose workers keep all of them busy.
+# Tests wait now and then, for servers and for time to pass: the checks, one after the other, have what they leave.
 test: install
-	$(MAKE) --no-print-directory --keep-going --jobs=2 docs types imports lint
-	$(MAKE) --no-print-directory unit
+	$(MAKE) --no-print-directory --keep-going --jobs=2 unit checks
+
+checks: install
+	nice -n 10 $(MAKE) --no-print-directory --keep-going --jobs=1 docs types imports lint
 
 lint: install
 	$(BIN)/ruff check .

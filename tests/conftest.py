@@ -33,6 +33,12 @@ LONGEST = (
     "examples/test_plugins.py",
     "plugins/attention/test_triton.py",
     "plugins/executors/test_launch.py",
+    "lab/test_bench.py",
+    "cli/test_bench.py",
+    "plugins/frontends/test_dashboard_browser.py",
+    "plugins/frontends/test_dashboard.py",
+    "proxy/test_embeddings_engines.py",
+    "benchmarks/test_experiments.py",
 )
 
 

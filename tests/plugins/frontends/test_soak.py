@@ -41,7 +41,7 @@ def flood(tmp_path: Path, what: str, *flags: str, timeout: float) -> dict[str, A
 
 def test_requests_leave_no_objects_behind(tmp_path: Path) -> None:
     found = flood(tmp_path, "objects", "--requests", "2000", timeout=200)
-    assert found["statuses"] == {"200": 2200}
+    assert found["statuses"] == {"200": 2202}
 
 
 def test_what_there_is_no_room_for_is_told_so(tmp_path: Path) -> None:
