@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
 TESTS ?= tests
-WORKERS ?= 3
+WORKERS ?= 2
 TREE := .build/tree
 
 SITE := .build/site
@@ -38,7 +38,7 @@ test: install
 	$(MAKE) --no-print-directory --keep-going --jobs=2 unit checks
 
 checks: install
-	nice -n 10 $(MAKE) --no-print-directory --keep-going --jobs=1 docs types imports lint
+	nice -n 19 $(MAKE) --no-print-directory --keep-going --jobs=1 docs types imports lint
 
 lint: install
 	$(BIN)/ruff check .
