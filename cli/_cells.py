@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from engine.cli._measured import rows
+from engine.cli._measured import rows, write_json
 
 if TYPE_CHECKING:
     from engine.lab.cells import Cell, Kept
@@ -166,11 +166,7 @@ def write_cells(
     from engine.lab.cells import line_of
 
     if to_json is not None:
-        text = json.dumps({"settings": settings, "cells": cells}, indent=1)
-        if to_json == "-":
-            typer.echo(text)
-        else:
-            Path(to_json).write_text(text + "\n", encoding="utf-8")
+        write_json({"settings": settings, "cells": cells}, to_json, indent=1)
     if to_csv is not None:
         lines = [line_of(data) for data in cells]
         names = list(dict.fromkeys(name for line in lines for name in line))

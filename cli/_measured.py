@@ -46,12 +46,18 @@ def write(results: Results, slo: SLO, to_json: str | None, to_csv: Path | None) 
     if to_csv is not None:
         write_csv(to_csv, results.requests)
     if to_json is not None:
-        text = json.dumps(results.plain(slo, each=True), indent=2)
-        if to_json == "-":
-            typer.echo(text)
-            return
-        Path(to_json).write_text(text + "\n", encoding="utf-8")
-    show(results, results.summary(slo))
+        write_json(results.plain(slo, each=True), to_json)
+    if to_json != "-":
+        show(results, results.summary(slo))
+
+
+def write_json(value: Any, to: str, *, indent: int = 2) -> None:
+    """Into a file; ``-``: here."""
+    text = json.dumps(value, indent=indent)
+    if to == "-":
+        typer.echo(text)
+    else:
+        Path(to).write_text(text + "\n", encoding="utf-8")
 
 
 def show(results: Results, summary: Mapping[str, Any]) -> None:
@@ -113,15 +119,9 @@ def client(summary: Mapping[str, Any]) -> Iterator[str]:
 
 def table(summary: Mapping[str, Any]) -> Any:
     """Percentiles of all times, in seconds."""
-    from rich.table import Table
-
-    found = Table("seconds", *("mean", "p50", "p90", "p95", "p99", "max"), box=None, pad_edge=False)
-    for column in found.columns[1:]:
-        column.justify = "right"
-    for name in SECONDS:
-        if summary[name]["mean"] is not None:
-            found.add_row(name, *(f"{value:.4f}" for value in summary[name].values()))
-    return found
+    known = [name for name in SECONDS if summary[name]["mean"] is not None]
+    lines = [[name, *(f"{value:.4f}" for value in summary[name].values())] for name in known]
+    return rows(["seconds", "mean", "p50", "p90", "p95", "p99", "max"], lines)
 
 
 def rows(names: Sequence[str], lines: Sequence[Sequence[str]]) -> Any:

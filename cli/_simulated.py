@@ -33,7 +33,9 @@ Cost = Annotated[
 ]
 SLOText = Annotated[
     str | None,
-    typer.Option("--slo", help="Limits that count, e.g. ttft=1.0,itl=0.05 (also tpot, e2e, queue).", metavar="TEXT"),
+    typer.Option(
+        "--slo", help="Limits that count, e.g. ttft=1.0,itl=0.05 (also tpot, stall, e2e, queue).", metavar="TEXT"
+    ),
 ]
 ToJSON = Annotated[
     str | None, typer.Option("--json", help="Write all results; - writes them here, and no table.", metavar="FILE")

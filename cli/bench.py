@@ -173,7 +173,7 @@ def _object(text: str | None) -> dict[str, Any]:
 
 def _one(job: Job, report: Path | None, to_json: str | None, to_csv: Path | None) -> None:
     """One run, or one search, here."""
-    from engine.cli._measured import progress, show, write
+    from engine.cli._measured import progress, show, write, write_json
     from engine.lab.jobs import run
     from engine.lab.measured import write_csv
     from engine.lab.searching import Found
@@ -188,8 +188,7 @@ def _one(job: Job, report: Path | None, to_json: str | None, to_csv: Path | None
         if to_csv is not None:
             write_csv(to_csv, came.best.requests if came.best is not None else ())
         if to_json is not None:
-            text = json.dumps(data["found"], indent=2)
-            typer.echo(text) if quiet else Path(to_json).write_text(text + "\n", encoding="utf-8")
+            write_json(data["found"], to_json)
         if not quiet:
             if came.best is not None:
                 show(came.best, came.best.summary(limits))

@@ -115,11 +115,17 @@ def _differing(a: Any, b: Any, path: str = "") -> Iterator[str]:
         yield path
 
 
+def measured_of(data: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What was measured in a finished cell; of a search, at the rate that it found. ``None``: nothing."""
+    found = data.get("found")
+    measured: Mapping[str, Any] | None = data.get("measured") if found is None else found["best"]
+    return measured
+
+
 def line_of(data: Mapping[str, Any]) -> dict[str, Any]:
     """A finished cell as one line of a table: its choice, its round, its figures; of a search, its rate and the figures
     at that rate."""
-    found = data.get("found")
-    measured = data.get("measured") if found is None else found["best"]
+    found, measured = data.get("found"), measured_of(data)
     summary = {} if measured is None else measured["summary"]
     line = {**data["choice"], "round": data["round"], "died": data.get("died") or ""}
     if found is not None:

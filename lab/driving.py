@@ -43,6 +43,7 @@ class Answer:
         ended: when it was over.
         prompt: tokens of its prompt.
         cached: tokens of the prompt that the prefix cache gave, where that is told.
+        preemptions: how often it lost its pages, where that is told.
         waited: seconds to its first start, by the engine's own clock; ``None``: it does not tell.
         said: what whoever continues it begins with, as the target understands it.
     """
@@ -54,8 +55,58 @@ class Answer:
     ended: float = 0.0
     prompt: int = 0
     cached: int = 0
+    preemptions: int = 0
     waited: float | None = None
     said: Any = None
+
+
+class Books:
+    """What came of the requests of a run, one after the other.
+
+    Args:
+        began: when the run did, on the clock of the answers' times.
+
+    Attributes:
+        requests: those that have ended.
+    """
+
+    def __init__(self, began: float) -> None:
+        self._began = self._last = began
+        self.requests: list[Timed] = []
+        self._gaps: list[NDArray[np.float32]] = []
+        self._tokens = self._chunks = 0
+
+    def enter(self, arrival: Arrival, answer: Answer, due: float, late: float | None = None) -> None:
+        """A request has ended that was due then, and was sent so late. Mutates."""
+        gaps, own = timed_gaps(answer.times, answer.tokens)
+        self._gaps.append(gaps)
+        self._tokens += answer.tokens
+        self._chunks += len(answer.times)
+        self._last = max(self._last, answer.ended)
+        self.requests.append(
+            Timed(
+                id=arrival.id, tenant=arrival.tenant, arrival=due - self._began, prompt=answer.prompt,
+                output=answer.tokens, finish=answer.finish, detail=answer.detail,
+                queue=None if answer.waited is None else (late or 0.0) + answer.waited,
+                ttft=answer.times[0] - due if answer.times else None, e2e=answer.ended - due, cached=answer.cached,
+                preemptions=answer.preemptions, late=late, tpot=own.get("tpot"), itl=own.get("itl"),
+                stall=own.get("stall"),
+            )
+        )  # fmt: skip
+
+    def seconds(self, first: float) -> float:
+        """From an arrival to the last end."""
+        return max(self._last - self._began - first, 0.0)
+
+    @property
+    def gaps(self) -> NDArray[np.float32]:
+        """Between tokens, of all requests."""
+        return np.concatenate(self._gaps) if self._gaps else np.empty(0, np.float32)
+
+    @property
+    def tokens_a_chunk(self) -> float:
+        """Tokens that came in one piece, in the mean."""
+        return self._tokens / self._chunks if self._chunks else 1.0
 
 
 class Target(ABC):
@@ -160,18 +211,16 @@ class _Drive:
     def __init__(self, target: Target, workload: Workload, progress: Progress | None) -> None:
         self._target, self._workload, self._progress = target, workload, progress
         self._following = Following(workload)
-        self._done: list[Timed] = []
-        self._gaps: list[NDArray[np.float32]] = []
         self._late: list[float] = []
         self._lag: list[float] = []
-        self._open = self._most = self._tokens = self._chunks = 0
-        self._began = self._last = 0.0
+        self._open = self._most = 0
 
     async def run(self) -> Driven:
         roots = self._following.roots
         ready = deque(self._target.prepare(one, None) for one in roots[:AHEAD])
         wait, cpu = time.perf_counter(), time.process_time()
         self._began = wait + LEAD
+        self._books = Books(self._began)
         first = roots[0].at if roots else 0.0
         async with asyncio.TaskGroup() as around:
             watch = around.create_task(self._watch())
@@ -179,10 +228,10 @@ class _Drive:
                 await self._send(roots, ready)
             watch.cancel()
         self._tell()
+        books = self._books
         return Driven(
-            tuple(self._done), np.concatenate(self._gaps) if self._gaps else np.empty(0, np.float32),
-            max(self._last - self._began - first, 0.0), self._client(wait, cpu), time.perf_counter() - wait,
-            time.process_time() - cpu,
+            tuple(books.requests), books.gaps, books.seconds(first), self._client(wait, cpu),
+            time.perf_counter() - wait, time.process_time() - cpu,
         )  # fmt: skip
 
     async def _send(self, roots: list[Arrival], ready: deque[Any]) -> None:
@@ -203,24 +252,10 @@ class _Drive:
         self._end(arrival, answer, due, sent)
 
     def _end(self, arrival: Arrival, answer: Answer, due: float, sent: float | None) -> None:
-        gaps, own = timed_gaps(answer.times, answer.tokens)
         late = None if sent is None else sent - due
-        self._gaps.append(gaps)
-        self._tokens += answer.tokens
-        self._chunks += len(answer.times)
         if late is not None:
             self._late.append(late)
-        self._done.append(
-            Timed(
-                id=arrival.id, tenant=arrival.tenant, arrival=due - self._began, prompt=answer.prompt,
-                output=answer.tokens, finish=answer.finish, detail=answer.detail,
-                queue=None if answer.waited is None else (late or 0.0) + answer.waited,
-                ttft=answer.times[0] - due if answer.times else None, e2e=answer.ended - due, cached=answer.cached,
-                late=late,
-                tpot=own.get("tpot"), itl=own.get("itl"), stall=own.get("stall"),
-            )
-        )  # fmt: skip
-        self._last = max(self._last, answer.ended)
+        self._books.enter(arrival, answer, due, late)
         self._tell()
         ended = answer.ended
         self._following.ended(
@@ -247,13 +282,13 @@ class _Drive:
 
     def _tell(self) -> None:
         if self._progress is not None:
-            self._progress(len(self._done), len(self._workload), max(0.0, time.perf_counter() - self._began))
+            self._progress(len(self._books.requests), len(self._workload), max(0.0, time.perf_counter() - self._began))
 
     def _client(self, wall: float, cpu: float) -> Client:
         share = (time.process_time() - cpu) / max(time.perf_counter() - wall, 1e-9)
-        chunks = self._tokens / self._chunks if self._chunks else 1.0
-        ttft = spread(one.ttft for one in self._done if one.ttft is not None)["p50"] or 0.0
-        return Client(spread(self._late), spread(self._lag), share, self._most, chunks, ttft)
+        books = self._books
+        ttft = spread(one.ttft for one in books.requests if one.ttft is not None)["p50"] or 0.0
+        return Client(spread(self._late), spread(self._lag), share, self._most, books.tokens_a_chunk, ttft)
 
 
 async def _until(due: float) -> None:

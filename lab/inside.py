@@ -5,24 +5,21 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
 
 from engine.core.errors import EngineError, InvalidRequest, QueueFull
 from engine.core.loop import EngineCore
 from engine.core.plan import Delta
 from engine.core.request import Request, SamplingParams
 from engine.core.serve.asks import Ask
-from engine.core.serve.client import AsyncEngine, Measures
+from engine.core.serve.client import AsyncEngine
 from engine.lab.arrivals import Arrival, Workload, tokens_of
-from engine.lab.driving import Answer, Client, Progress, Target, drive, warm, warming
+from engine.lab.driving import Answer, Books, Client, Progress, Target, drive, warm, warming
 from engine.lab.following import SKIPPED, Following
-from engine.lab.measured import GOOD, Timed, spread, timed_gaps
+from engine.lab.measured import GOOD, spread
 from engine.lab.replica import Used
 from engine.lab.results import Results
 
@@ -76,7 +73,10 @@ async def measure_async(
     before = await engine.measures()
     driven = await drive(target, workload, progress=progress)
     client = driven.client if engine.pid is not None else driven.client._replace(cpu_share=0.0)  # it was the engine
-    used = _used(before, await engine.measures(), driven.seconds, engine.limits.num_pages)
+    after = await engine.measures()
+    busy = after.histograms["step_seconds"].total - before.histograms["step_seconds"].total
+    rows = None  # how many its steps had is not on its books
+    used = _used(before.values, after.values, driven.seconds, busy, rows, engine.limits.num_pages)
     return Results(
         workload=workload.name, requests=driven.requests, gaps=driven.gaps, seconds=driven.seconds, engines=(used,),
         wall=driven.wall, cpu=driven.cpu, about=about(engine.description), client=client,
@@ -140,23 +140,26 @@ class EngineTarget(Target):
         return answer
 
 
-def _used(before: Measures, after: Measures, seconds: float, pages: int) -> Used:
-    """What an engine did between two looks at its books. How many rows its steps had is not on them."""
-    steps, rows = after.histograms["step_seconds"], before.histograms["step_seconds"]
-    did = {name: int(after.values[name] - before.values[name]) for name in (*COUNTED, "steps", "computed_tokens")}
+def _used(
+    before: Mapping[str, int | float], after: Mapping[str, int | float], seconds: float, busy: float,
+    rows_a_step: float | None, pages: int,
+) -> Used:  # fmt: skip
+    """What an engine did between two looks at its books."""
+    did = {name: int(after[name] - before[name]) for name in (*COUNTED, "steps", "computed_tokens")}
     return Used(
-        "engine", seconds, steps.total - rows.total, did["steps"], did["computed_tokens"], None, pages,
+        "engine", seconds, busy, did["steps"], did["computed_tokens"], rows_a_step, pages,
         **{name: did[name] for name in COUNTED},
     )  # fmt: skip
 
 
 @dataclass(slots=True, eq=False)
 class _Open:
+    """A request under way, and what has come of it."""
+
     arrival: Arrival
     due: float
     request: Request
-    times: list[float] = field(default_factory=list)
-    tokens: int = 0
+    answer: Answer
 
 
 class _Stepping:
@@ -171,13 +174,12 @@ class _Stepping:
             self._plan(one, one.at)
         self._prompts: dict[str, list[int]] = {}  # made before they are due
         self._open: dict[str, _Open] = {}
-        self._done: list[Timed] = []
-        self._gaps: list[NDArray[np.float32]] = []
-        self._busy = self._last = 0.0
-        self._steps = self._rows = self._tokens = self._chunks = self._most = 0
+        self._books = Books(0.0)
+        self._busy = 0.0
+        self._steps = self._rows = self._most = 0
 
     def run(self) -> Results:
-        core, wall, cpu = self._core, time.perf_counter(), time.process_time()
+        core, books, wall, cpu = self._core, self._books, time.perf_counter(), time.process_time()
         for _, _, one in sorted(self._due):
             self._prompts[one.id] = made_up(one, (), core.limits.vocab_size)
         before, first, self._began = core.stats(), self._due[0][0] if self._due else 0.0, core.now()
@@ -189,19 +191,12 @@ class _Stepping:
                 time.sleep(max(0.0, self._due[0][0] - self._now()))
             elif self._open:
                 raise EngineError(f"{len(self._open)} requests are open, but the engine has no work")
-        after, seconds = core.stats(), max(self._last - first, 0.0)
-        did = {name: int(after[name] - before[name]) for name in (*COUNTED, "steps", "computed_tokens")}
-        used = Used(
-            "engine", seconds, self._busy, did["steps"], did["computed_tokens"],
-            self._rows / self._steps if self._steps else 0.0, core.pool.num_pages,
-            **{name: did[name] for name in COUNTED},
-        )  # fmt: skip
-        chunks = self._tokens / self._chunks if self._chunks else 1.0
+        seconds, rows = books.seconds(first), self._rows / self._steps if self._steps else 0.0
+        used = _used(before, core.stats(), seconds, self._busy, rows, core.pool.num_pages)
         return Results(
-            workload=self._workload.name, requests=tuple(self._done),
-            gaps=np.concatenate(self._gaps) if self._gaps else np.empty(0, np.float32), seconds=seconds,
+            workload=self._workload.name, requests=tuple(books.requests), gaps=books.gaps, seconds=seconds,
             engines=(used,), wall=time.perf_counter() - wall, cpu=time.process_time() - cpu,
-            about=about(core.describe()), client=Client(spread(()), spread(()), 0.0, self._most, chunks),
+            about=about(core.describe()), client=Client(spread(()), spread(()), 0.0, self._most, books.tokens_a_chunk),
         )  # fmt: skip
 
     def _now(self) -> float:
@@ -221,9 +216,10 @@ class _Stepping:
                     deadline=min(patience, default=None), metadata=one.metadata,
                 )  # fmt: skip
             except (InvalidRequest, QueueFull) as error:
-                self._end(one, due, now, "refused", str(error), prompt=len(tokens))
+                answer = Answer(finish="refused", detail=str(error), ended=now, prompt=len(tokens))
+                self._end(one, answer, due)
                 continue
-            self._open[request.id] = _Open(one, due, request)
+            self._open[request.id] = _Open(one, due, request, Answer())
             self._most = max(self._most, len(self._open))
 
     def _plan(self, one: Arrival, due: float) -> None:
@@ -234,8 +230,7 @@ class _Stepping:
         before = core.last_plan
         deltas = core.step()
         for request_id, refusal in core.take_refused():
-            opened = self._open.pop(request_id)
-            self._end(opened.arrival, opened.due, self._now(), "refused", str(refusal), opened)
+            self._over(self._open.pop(request_id), "refused", str(refusal), self._now())
         plan = core.last_plan
         if plan is not before and plan:
             self._busy += time.perf_counter() - began
@@ -256,38 +251,32 @@ class _Stepping:
             if opened is None:
                 continue
             if delta.tokens:
-                opened.times.append(now)
-                opened.tokens += len(delta.tokens)
+                opened.answer.times.append(now)
+                opened.answer.tokens += len(delta.tokens)
             if delta.finish is not None:
                 del self._open[delta.request_id]
-                self._end(opened.arrival, opened.due, now, delta.finish.value, delta.detail, opened)
+                self._over(opened, delta.finish.value, delta.detail, now)
         if self._progress is not None and deltas:
-            self._progress(len(self._done), len(self._workload), now)
+            self._progress(len(self._books.requests), len(self._workload), now)
 
-    def _end(
-        self, arrival: Arrival, due: float, now: float, finish: str, detail: str | None, opened: _Open | None = None,
-        *, prompt: int = 0,
-    ) -> None:  # fmt: skip
-        times = [] if opened is None else opened.times
-        request = None if opened is None else opened.request
-        gaps, own = timed_gaps(times, 0 if opened is None else opened.tokens)
-        self._gaps.append(gaps)
-        self._tokens += 0 if opened is None else opened.tokens
-        self._chunks += len(times)
-        started = None if request is None or request.started is None else request.started - self._began
-        self._done.append(
-            Timed(
-                id=arrival.id, tenant=arrival.tenant, arrival=due, finish=finish, detail=detail,
-                prompt=prompt if request is None else request.num_prompt, output=0 if opened is None else opened.tokens,
-                queue=None if started is None else started - due, ttft=times[0] - due if times else None,
-                e2e=now - due, cached=0 if request is None else request.cached_tokens,
-                preemptions=0 if request is None else request.preemptions,
-                tpot=own.get("tpot"), itl=own.get("itl"), stall=own.get("stall"),
-            )
-        )  # fmt: skip
-        self._last = max(self._last, now)
+    def _over(self, opened: _Open, finish: str, detail: str | None, now: float) -> None:
+        """The engine has ended it."""
+        answer, request, due = opened.answer, opened.request, opened.due
+        answer.finish, answer.detail, answer.ended = finish, detail, now
+        answer.prompt, answer.cached, answer.preemptions = (
+            request.num_prompt,
+            request.cached_tokens,
+            request.preemptions,
+        )
+        answer.waited = None if request.started is None else request.started - self._began - due
+        answer.said = request.tokens
+        self._end(opened.arrival, answer, due)
+
+    def _end(self, arrival: Arrival, answer: Answer, due: float) -> None:
+        self._books.enter(arrival, answer, due)
+        now = answer.ended
         self._following.ended(
-            arrival, request.tokens if request is not None and finish in GOOD else None,
+            arrival, answer.said if answer.finish in GOOD else None,
             come=lambda one: self._plan(one, now + one.at),
-            skip=lambda one: self._end(one, now, now, "skipped", SKIPPED),
+            skip=lambda one: self._end(one, Answer(finish="skipped", detail=SKIPPED, ended=now), now),
         )  # fmt: skip

@@ -11,9 +11,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from engine.core.config import EngineConfig, Selection
+from engine.core.config import EngineConfig
 from engine.core.errors import ConfigError
 from engine.core.serve.client import AsyncEngine
+from engine.core.serve.transport import plain_config
 from engine.lab.arrivals import Workload, seed_of, together
 from engine.lab.cost import load_fitted
 from engine.lab.driving import Progress, drive, warm
@@ -84,18 +85,8 @@ class Job(BaseModel):
 
 
 def plain(config: EngineConfig) -> dict[str, Any]:
-    """A configuration as plain values that make the same, secrets left out."""
-    found: dict[str, Any] = {}
-    for name in EngineConfig.model_fields:
-        value = getattr(config, name)
-        if name != "api_key":
-            many = isinstance(value, tuple)
-            found[name] = [_plain(one) for one in value] if many else _plain(value)
-    return found
-
-
-def _plain(value: Any) -> Any:
-    return {**value.options, "name": value.name} if isinstance(value, Selection) else value
+    """A configuration as plain values that make the same, secrets left out. Raises ``ConfigError``."""
+    return {name: value for name, value in plain_config(config).items() if name != "api_key"}
 
 
 def reseeded(workload: Workload, salt: object) -> Workload:

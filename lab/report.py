@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from engine.core.errors import ConfigError
-from engine.lab.cells import Together, over_rounds
+from engine.lab.cells import Together, measured_of, over_rounds
 from engine.lab.jobs import Job
 
 MISSING = "a report needs matplotlib: pip install 'sixhooks[report]'"
@@ -79,15 +79,9 @@ def _warnings(cells: Cells) -> Iterator[str]:
         words = _name(data["choice"])
         if data.get("died"):
             yield f'<p class="warn">{escape(words)}, round {data["round"]}: {escape(data["died"][-400:])}</p>'
-        measured = _measured(data)
+        measured = measured_of(data)
         for doubt in (measured or {}).get("summary", {}).get("client", {}).get("doubts", ()):
             yield f'<p class="warn">{escape(words)}, round {data["round"]}: {escape(doubt)}</p>'
-
-
-def _measured(data: Mapping[str, Any]) -> dict[str, Any] | None:
-    found = data.get("found")
-    measured: dict[str, Any] | None = data.get("measured") if found is None else found["best"]
-    return measured
 
 
 def _name(choice: Mapping[str, str]) -> str:
@@ -178,7 +172,7 @@ def _curves(job: Job, together: Sequence[Together], cells: Cells) -> Iterator[st
     for name, words in CURVES.items():
         lines: list[tuple[str, Any]] = []
         for one in together:
-            own = [_measured(data) for data in cells if data["choice"] == one.choice and not data.get("died")]
+            own = [measured_of(data) for data in cells if data["choice"] == one.choice and not data.get("died")]
             rounds = [data["curves"][name] for data in own if data is not None and name in data.get("curves", {})]
             if rounds:
                 lines.append((_name(one.choice), np.median(np.array(rounds), axis=0)))
