@@ -9,15 +9,11 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
-import uvicorn
 
-from engine import AsyncEngine, EngineConfig
-from engine.plugins.frontends._server import bind, url_of
 from engine.plugins.frontends.openai import OpenAIFrontend
 
 WORK = "poisson:rate=100,requests=20,prompt=20-60,output=3-9"
@@ -27,18 +23,9 @@ COMMAND = [sys.executable, "-c", "from engine.cli import main; main()", "bench"]
 
 
 @pytest.fixture(scope="module")
-def url():
-    engine = AsyncEngine.launch(
-        EngineConfig.model_validate({"executor": {"name": "sim", "step_ms": 1}}), in_process=True
-    )
-    frontend, sock = OpenAIFrontend(), bind("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(frontend.app(engine), log_level="warning", lifespan="off"))
-    thread = threading.Thread(target=server.run, args=([sock],))
-    thread.start()
-    yield url_of(sock)
-    server.should_exit = True
-    thread.join()
-    engine.shutdown()
+def url(served):
+    with served(OpenAIFrontend(), executor={"name": "sim", "step_ms": 1}) as url:
+        yield url
 
 
 def rows_of(out: str) -> dict[str, list[str]]:

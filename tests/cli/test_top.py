@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import uvicorn
 
-from engine import AsyncEngine, EngineConfig
 from engine.cli._top_frame import Sample, frame, parsed, quantile
 from engine.cli.app import run
 from engine.core.keys import Keys
-from engine.plugins.frontends._server import bind, url_of
 from engine.plugins.frontends.openai import OpenAIFrontend
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def url(served: Any) -> Iterator[str]:
     """A server with a key, one request behind it."""
-    engine = AsyncEngine.launch(EngineConfig.model_validate({"executor": "sim"}), in_process=True)
     frontend = OpenAIFrontend()
     frontend.guard(Keys(["sesame"]))
-    app, sock = frontend.app(engine), bind("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
-    thread = threading.Thread(target=server.run, args=([sock],))
-    thread.start()
-    yield url_of(sock)
-    server.should_exit = True
-    thread.join()
-    engine.shutdown()
+    with served(frontend, executor="sim") as url:
+        yield url
 
 
 def top(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
