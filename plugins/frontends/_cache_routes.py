@@ -51,12 +51,10 @@ class CacheRoutes:
         engine: AsyncEngine,
         *,
         read: Read,
-        patience: float,
         failure: Callable[[Exception], HTTPError],
     ) -> None:
         self._engine = engine
         self._read = read
-        self._patience = patience
         self._failure = failure
 
     def routes(self) -> list[Route]:
@@ -113,7 +111,7 @@ class CacheRoutes:
             reader.close()
             raise
         headers = {"x-cache-epoch": first.epoch}
-        return EventStream(self._stream(reader, first), reader.close, headers=headers, patience=self._patience)
+        return EventStream(self._stream(reader, first), reader.close, headers=headers)
 
     async def _stream(self, reader: CacheReader, first: CacheBatch) -> AsyncIterator[dict[str, Any] | str]:
         """The stream's events. An error in the middle is its last one."""

@@ -71,7 +71,6 @@ class Routes(Endpoints):
         self.metrics = Metrics()
         self.life = Life(engine, engine.config.progress_timeout)
         self._names = {name, engine.config.model, engine.model.name}
-        self._patience = slow_reader_s
         self._created = int(time.time())
         self._preparer = Preparer(engine, name, self._check_model, parser)
         self._dashboard = Dashboard(engine, name=name, keys=keys, life=self.life.describe) if dashboard else None
@@ -79,7 +78,7 @@ class Routes(Endpoints):
     def app(self) -> FastAPI:
         """The ASGI application."""
         config = self.engine.config
-        cache = CacheRoutes(self.engine, read=self.read, patience=self._patience, failure=self.failure)
+        cache = CacheRoutes(self.engine, read=self.read, failure=self.failure)
         server = ServerRoutes(self.engine, name=self.name, life=self.life, metrics=self.metrics)
         routes = (
             ("/v1/chat/completions", "POST", self.chat, True),
@@ -218,7 +217,7 @@ class Routes(Endpoints):
         if job.stream:
             if job.settles_late:
                 pieces = await self._begun(request, group, pieces)
-            return EventStream(told(count, pieces), group.abort, headers=headers, patience=self._patience)
+            return EventStream(told(count, pieces), group.abort, headers=headers)
         try:
             completions = await until_gone(request.receive, self._collect(count, pieces))
         finally:

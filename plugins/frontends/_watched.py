@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -36,8 +36,8 @@ class Answered:
 class Watched:
     """ASGI middleware: every request is counted once, when it has ended; those with a body count as work meanwhile.
 
-    Large answers are sent piece by piece, so that none lies in memory for a client that does not read: after
-    ``patience`` seconds without reading it is let go.
+    Large answers are sent piece by piece, so that none lies in memory for a client that does not read: one that does
+    not take a piece, or a part of a stream, within ``patience`` seconds is let go.
     """
 
     def __init__(self, app: ASGIApp, *, life: Life, answered: Answered, patience: float, log: bool) -> None:
@@ -55,10 +55,11 @@ class Watched:
             nonlocal status, complete
             if message["type"] == "http.response.start":
                 status = message["status"]
-            for piece in pieces_of(message):
-                # Not wait_for: before Python 3.12 it swallows a cancellation that comes as the send completes.
-                async with asyncio.timeout(self._patience):
-                    await send(piece)
+            if message.get("more_body", False):
+                await self._send(send, pieces_of(message))
+            else:
+                for piece in pieces_of(message):
+                    await self._send(send, (piece,))
             complete = complete or (message["type"] == "http.response.body" and not message.get("more_body", False))
 
         try:
@@ -74,6 +75,12 @@ class Watched:
             self._answered.add(path_of(scope), said)
             if self._log:
                 log_request(scope, said, time.monotonic() - began)
+
+    async def _send(self, send: Send, pieces: Iterable[Message]) -> None:
+        # Not wait_for: before Python 3.12 it swallows a cancellation that comes as the send completes.
+        async with asyncio.timeout(self._patience):
+            for piece in pieces:
+                await send(piece)
 
 
 def pieces_of(message: Message) -> Iterator[Message]:

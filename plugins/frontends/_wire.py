@@ -145,9 +145,8 @@ async def _gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events. ``leave`` is called at the end, whoever ended it: the last event, the client, a shutdown.
-
-    A reader that takes nothing for ``patience`` seconds is let go.
+    """Server-sent events. ``leave`` is called at the end, whoever ended it: the last event, the client, a shutdown, or
+    whoever sends, with a ``TimeoutError``, since the reader takes nothing (``Watched``).
     """
 
     media_type = "text/event-stream"
@@ -158,12 +157,11 @@ class EventStream(Response):
         leave: Callable[[], None],
         *,
         headers: dict[str, str],
-        patience: float,
     ) -> None:
         self.status_code = 200
         self.background = None
         self.body = b""
-        self._events, self._leave, self._patience = events, leave, patience
+        self._events, self._leave = events, leave
         self.init_headers({**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
 
     def init_headers(self, headers: Any = None) -> None:
@@ -181,15 +179,10 @@ class EventStream(Response):
             self._leave()
 
     async def _send_all(self, send: Send) -> None:
-        async def put(message: dict[str, Any]) -> None:
-            # Not wait_for: before Python 3.12 it swallows a cancellation that comes as the send completes.
-            async with asyncio.timeout(self._patience):
-                await send(message)
-
-        await put({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async for event in self._events:
-            await put({"type": "http.response.body", "body": framed(event), "more_body": True})
-        await put({"type": "http.response.body", "body": b"", "more_body": False})
+            await send({"type": "http.response.body", "body": framed(event), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def framed(event: dict[str, Any] | str) -> bytes:
