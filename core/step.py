@@ -419,6 +419,8 @@ class Step:
                 continue
             if (request.pending and not request.debt) or request in partial or request in deferred:
                 break
+            if request.pooling is not None:
+                break
             needy.append(request)
         return needy
 
