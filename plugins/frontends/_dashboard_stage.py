@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -81,9 +81,24 @@ class Stage:
         async with self._turn:
             if self._running is None:
                 running = contextlib.AsyncExitStack()
-                await running.enter_async_context(self._app.router.lifespan_context(self._app))
+                await running.enter_async_context(self._alive())
                 self._running = running
                 self._watch = loop.create_task(self._watched(), name="dashboard watch")
+
+    @contextlib.asynccontextmanager
+    async def _alive(self) -> AsyncIterator[None]:
+        """NiceGUI from its start to its end, by its own two functions.
+
+        The lifespan that it gives its host does the same, and besides asks every object of the process whether it is
+        the server: that takes long where there are many, and fails where one of them does not like to be asked.
+        """
+        from nicegui import nicegui
+
+        await nicegui._startup()
+        try:
+            yield
+        finally:
+            await nicegui._shutdown()
 
     async def stop(self) -> None:
         """End all pages and timers. Idempotent."""

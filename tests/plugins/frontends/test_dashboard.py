@@ -119,6 +119,33 @@ def test_without_keys_it_is_open_but_not_to_pages_from_elsewhere() -> None:
     assert passed == ["/llm/dashboard/", "/llm/dashboard/login", "/llm/dashboard/"]
 
 
+class Shy:
+    """Raises when it is asked what it is, as lazy stand-ins for what cannot be imported do."""
+
+    @property  # type: ignore[override]
+    def __class__(self) -> type:
+        raise ImportError("not to be asked")
+
+
+@pytest.mark.skipif(not find_spec("nicegui"), reason="needs pip install 'sixhooks[dashboard]'")
+def test_it_starts_and_stops_whatever_else_is_in_the_process() -> None:
+    from engine.plugins.frontends._dashboard_stage import stage
+
+    async def main() -> None:
+        transport = httpx.ASGITransport(stage())
+        async with httpx.AsyncClient(transport=transport, base_url="http://a.org") as http:
+            assert (await http.get("/favicon.ico")).status_code == 200
+        assert stage().running
+        await stage().stop()
+        assert not stage().running
+
+    shy = Shy()
+    asyncio.run(main())
+    asyncio.run(main())
+    with pytest.raises(ImportError):
+        isinstance(shy, int)
+
+
 # ---- a server with keys
 
 
