@@ -60,7 +60,6 @@ class Step:
         "preempted",
         "refused",
         "taken",
-        "view",
     )
 
     def __init__(self, core: EngineCore, index: int, *, override: bool = False) -> None:
@@ -86,9 +85,14 @@ class Step:
         self._waits: dict[str, tuple[Why, str]] = {}
         self._asked = False
         self.plan: Plan | None = None
-        self.view = StepView(self)
 
     # ---- to read
+
+    @property
+    def view(self) -> StepView:
+        """What policies see of it. A new one each time: a step that had one would be garbage that has to be collected,
+        and keep its requests until then."""
+        return StepView(self)
 
     @property
     def running(self) -> Sequence[Request]:
@@ -409,17 +413,19 @@ class Step:
     def _at_edges(self, requests: Sequence[Request], first: int, end: int) -> list[Request]:
         """Those of ``requests[first:end]`` that need a page to decode, up to the first that ``_cross`` refuses."""
         needy = []
-        size, partial, deferred, running = self._size, self._rows.partial, self._deferred, State.RUNNING
+        size, partial, deferred = self._size, self._rows.partial, self._deferred
         for index in range(first, end):
             request = requests[index]
             planned = request.planned
-            if len(request.tokens) + request.pending - planned != 1 or request.state is not running or request.drafts:
+            if len(request.tokens) + request.pending - planned != 1 or (partial and request in partial):
+                break
+            if planned < request.quiet:
+                continue
+            if request.state is not State.RUNNING or request.drafts:
                 break
             if len(request.pages) * size > planned:
                 continue
-            if (request.pending and not request.debt) or request in partial or request in deferred:
-                break
-            if request.pooling is not None:
+            if (request.pending and not request.debt) or request in deferred or request.pooling is not None:
                 break
             needy.append(request)
         return needy
