@@ -56,6 +56,14 @@ def _answered(request: Request) -> Delta:
     return delta(request, ())._replace(vector=request.pooling.answer(request.pooled, request.num_prompt))
 
 
+def _special(outcome: Outcome) -> set[int]:
+    """Rows of which there is more to tell than their tokens."""
+    found = {*outcome.errors, *outcome.proposals, *outcome.logprobs, *outcome.prompt_logprobs, *outcome.pooled}
+    if drafts := outcome.plan.drafts:
+        found.update(row for row, request in enumerate(outcome.plan.requests) if request in drafts)
+    return found
+
+
 _new = tuple.__new__  # a NamedTuple made without the cost of its keyword constructor
 
 
@@ -79,75 +87,46 @@ class ResultApplier:
 
         Fills ``outcome.finished`` and ``outcome.dropped``.
         """
-        plan = outcome.plan
-        errors, drafts, proposals = outcome.errors, plan.drafts, outcome.proposals
-        logprobs, prompt_logprobs, pooled = outcome.logprobs, outcome.prompt_logprobs, outcome.pooled
-        vocab, size, overlap = self._vocab, self._page_size, self._overlap
-        publishes, when = self._publishes, self._kv.publish_when
+        plan, special = outcome.plan, _special(outcome)
+        vocab, size, overlap, publishes = self._vocab, self._page_size, self._overlap, self._publishes
+        when = self._kv.publish_when
         early, prefilled = when == "planned", when == "prefilled"
         finished: list[Request] = []
         dropped: list[int] = []
         computed = output = 0
         rows = zip(plan.requests, plan.epochs, plan.counts, outcome.tokens, strict=True)
         for row, (request, epoch, count, tokens) in enumerate(rows):
-            if request.epoch != epoch:
-                if not self._late(request, epoch, tokens):
+            if (
+                request.epoch != epoch
+                or len(tokens) != 1
+                or not 0 <= (token := tokens[0]) < vocab
+                or token in request.stop_ids
+                or (num_tokens := len(known := request.tokens) + 1) >= request.max_total
+                or (special and row in special)
+            ):
+                if not self._row(outcome, row, outbox):
                     dropped.append(row)
-                    continue
-                if row in prompt_logprobs:
-                    _remember(request, plan.starts[row], prompt_logprobs[row])
-            elif errors and row in errors:  # what it computed is worth nothing: no progress, nothing is published
-                request.planned -= count
-                finish(request, Finish.ERROR, errors[row], self._counters)
-                finished.append(request)
-                outbox.append(delta(request, ()))
-                continue
-            else:
-                if overlap and tokens:
-                    request.pending -= 1
-                if drafts and request in drafts:
-                    count -= self._reject(request, len(drafts[request]), len(tokens))
-                computed += count
-                request.computed += count
-                if prompt_logprobs and row in prompt_logprobs:
-                    _remember(request, plan.starts[row], prompt_logprobs[row])
-                if pooled and row in pooled and _pool(request, pooled[row]):
-                    finish(request, Finish.STOP, None, self._counters)
+                elif request.finish is not None:
                     finished.append(request)
-                    outbox.append(_answered(request))
-                    continue
-                if not tokens:
-                    if publishes and not prefilled and request.computed % size < count:
-                        self._publish(request)
-                    continue
-            if len(tokens) == 1 and 0 <= (token := tokens[0]) < vocab and token not in request.stop_ids:
-                # The steady state: one token that can only end the request by its length.
-                known = request.tokens
-                known.append(token)
-                output += 1
-                if len(known) >= request.max_total:
-                    self._end_by_length(request)
-            else:
-                tokens = self._append(request, tokens)
-                output += len(tokens)
+                continue
+            # The steady state: one token that ends nothing.
+            if overlap:
+                request.pending -= 1
+            request.computed = done = request.computed + count
+            known.append(token)
+            computed += count
+            output += 1
             if publishes and (
-                request.computed - count < request.prefill_target
+                done - count < request.prefill_target
                 if prefilled
-                else (request.planned - request.pending if early else request.computed) % size < count
+                else (request.planned - request.pending if early else done) % size < count
             ):
                 self._publish(request)
-            if request.finish is not None:
-                finished.append(request)
-                outbox.append(delta(request, tokens, logprobs.get(row, ())))
-                continue
-            if proposals and not overlap and (proposed := proposals.get(row)):
-                request.drafts = proposed
-                request.quiet = 0
-            if request.prompt_logprobs or (logprobs and row in logprobs):
-                outbox.append(delta(request, tokens, logprobs.get(row, ())))
-                continue
             first = request.num_prompt
-            num_output = len(request.tokens) - first
+            num_output = num_tokens - first
+            if num_output == 1 and request.prompt_logprobs:
+                outbox.append(delta(request, tokens))
+                continue
             news = (request.id, tuple(tokens), None, None, request.cached_tokens, first, num_output, (), (), b"")
             outbox.append(_new(Delta, news))
         self._counters.computed_tokens += computed
@@ -155,6 +134,54 @@ class ResultApplier:
         self._counters.late_results += len(dropped)
         outcome.finished = tuple(finished)
         outcome.dropped = tuple(dropped)
+
+    def _row(self, outcome: Outcome, row: int, outbox: list[Delta]) -> bool:
+        """Apply one row, whatever came of it; False where it comes too late. Mutates."""
+        plan, counters = outcome.plan, self._counters
+        request, count, tokens = plan.requests[row], plan.counts[row], outcome.tokens[row]
+        late = request.epoch != plan.epochs[row]
+        if late and not self._late(request, plan.epochs[row], tokens):
+            return False
+        if not late and row in outcome.errors:  # what it computed is worth nothing: no progress, nothing is published
+            request.planned -= count
+            finish(request, Finish.ERROR, outcome.errors[row], counters)
+            outbox.append(delta(request, ()))
+            return True
+        if not late:
+            if self._overlap and tokens:
+                request.pending -= 1
+            if request in plan.drafts:
+                count -= self._reject(request, len(plan.drafts[request]), len(tokens))
+            counters.computed_tokens += count
+            request.computed += count
+        if row in outcome.prompt_logprobs:
+            _remember(request, plan.starts[row], outcome.prompt_logprobs[row])
+        if row in outcome.pooled and _pool(request, outcome.pooled[row]):
+            finish(request, Finish.STOP, None, counters)
+            outbox.append(_answered(request))
+            return True
+        if tokens:
+            tokens = self._append(request, tokens)
+            counters.output_tokens += len(tokens)
+        if self._completes(request, count, sampled=bool(outcome.tokens[row])):
+            self._publish(request)
+        if not outcome.tokens[row]:
+            return True
+        if request.finish is None and not self._overlap and (proposed := outcome.proposals.get(row)):
+            request.drafts = proposed
+            request.quiet = 0
+        outbox.append(delta(request, tokens, outcome.logprobs.get(row, ())))
+        return True
+
+    def _completes(self, request: Request, count: int, *, sampled: bool) -> bool:
+        """Whether so many tokens more may have completed something to publish: a page or, ``prefilled``, a prompt."""
+        when = self._kv.publish_when
+        if not self._publishes:
+            return False
+        if when == "prefilled":
+            return sampled and request.computed - count < request.prefill_target
+        done = request.planned - request.pending if sampled and when == "planned" else request.computed
+        return done % self._page_size < count
 
     @staticmethod
     def _late(request: Request, epoch: int, tokens: Sequence[int]) -> bool:

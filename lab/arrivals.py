@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -171,5 +172,14 @@ def tokens_of(pieces: Sequence[Piece], vocab_size: int, first: int = 0) -> list[
     x = (x ^ (x >> np.uint64(30))) * np.uint64(FIRST)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(SECOND)
     x ^= x >> np.uint64(31)
-    tokens: list[int] = (x % np.uint64(vocab_size - first) + np.uint64(first)).tolist()
+    x = x % np.uint64(vocab_size - first) + np.uint64(first)
+    tokens: list[int] = _ids(vocab_size)[x.astype(np.intp)].tolist()
     return tokens
+
+
+@lru_cache(maxsize=4)
+def _ids(vocab_size: int) -> NDArray[np.object_]:
+    """All token ids. Lists of tokens have these in common: a number of its own for each would be most of their size."""
+    ids = np.empty(vocab_size, object)
+    ids[:] = range(vocab_size)
+    return ids
