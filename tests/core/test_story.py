@@ -88,7 +88,7 @@ def test_from_memory_and_from_a_log_it_is_the_same(overlap, tmp_path):
 
 
 def test_what_is_torn_is_torn_in_memory_and_in_a_log(tmp_path):
-    core = busy_run(2000, record_mb=1)
+    core = busy_run(3000, record_mb=1)
     core.add(list(range(50)), SamplingParams(max_tokens=30), request_id="open")
     core.step()
     core.record.write(tmp_path / "log.jsonl")
