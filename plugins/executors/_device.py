@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -91,3 +92,18 @@ def pages_that_fit(device: torch.device, part: float, bytes_per_page: int) -> in
             f"{(total - free) >> 20} MiB are in use"
         )
     return room // bytes_per_page
+
+
+def check_room(device: torch.device, num_pages: int, bytes_per_page: int) -> None:
+    """Raise ``ConfigError`` where so many pages can never be in memory: the system would promise it all the same, and
+    end the process in the middle of somebody's request."""
+    wanted = num_pages * bytes_per_page
+    if device.type == "cuda":
+        there, where = int(torch.cuda.mem_get_info(device)[1]), str(device)
+    else:
+        there, where = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "this machine"
+    if wanted > there:
+        raise ConfigError(
+            f"executor torch: {num_pages} KV pages of {bytes_per_page} bytes are {wanted / 2**30:.1f} GiB, and {where} "
+            f"has {there / 2**30:.1f} GiB of memory: lower kv_memory or num_pages"
+        )

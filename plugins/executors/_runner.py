@@ -23,7 +23,7 @@ from engine.core.native import NoKernels, kernels
 from engine.core.native.kernels import Format
 from engine.core.plan import Outcome, Plan
 from engine.core.protocols import Attention, Context, ModelInfo
-from engine.plugins.executors._device import lost, pages_that_fit, working_on
+from engine.plugins.executors._device import check_room, lost, pages_that_fit, working_on
 from engine.plugins.executors._graphs import DecodeGraphs
 from engine.plugins.executors._launch import Launcher, flattened
 from engine.plugins.executors._model import LoadedModel, kv_bytes, load_model
@@ -128,12 +128,15 @@ class Runner:
         """Allocate K and V of every layer, zeroed, ``[num_pages, page_size, kv_heads, head_dim]``. Mutates.
 
         With graphs there is one page more, for padding rows: nobody else is given it.
+
+        Raises ``ConfigError`` where the machine, or the device, has not so much memory.
         """
         if self._model is None:
             raise ExecutionError("executor torch: load() comes before allocate()")
+        place = self._placed
+        check_room(place.device, num_pages, self._page_bytes(page_size))
         if self._layers is not None:
             self._layers.close()
-        place = self._placed
         self._layers = PagedLayers(
             *(self._attention, self._model.layers, num_pages + place.graphs, page_size, place.kv_dtype, place.device)
         )
@@ -189,9 +192,10 @@ class Runner:
         part = self.options.memory_part
         if part is None:
             return None
-        return pages_that_fit(
-            self._placed.device, part, kv_bytes(self._loaded.layers, self._placed.kv_dtype) * page_size
-        )
+        return pages_that_fit(self._placed.device, part, self._page_bytes(page_size))
+
+    def _page_bytes(self, page_size: int) -> int:
+        return kv_bytes(self._loaded.layers, self._placed.kv_dtype) * page_size
 
     def execute(self, plan: Plan) -> Outcome:
         """Compute a plan. Rows whose logits hold NaN go into ``errors``; the others stand. Mutates KV memory only.

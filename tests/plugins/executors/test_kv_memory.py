@@ -7,6 +7,8 @@ import os
 
 import pytest
 
+from engine.core.errors import ConfigError
+
 
 def test_kv_lies_in_memory_that_other_processes_can_map(make_executor, tiny):
     """The file that the layout names holds every region; it outlives the executor as long as somebody looks at it."""
@@ -42,3 +44,14 @@ def test_without_a_memfd_kv_lies_in_ordinary_memory(make_executor, tiny, monkeyp
     assert layout.shared is None
     assert len(layout.regions) == 2 * len(executor.kv)
     assert not any(region.any() for region in layout.regions)
+
+
+def test_more_kv_than_there_is_memory_is_refused_and_nothing_is_lost(make_executor, tiny):
+    executor = make_executor(tiny())
+    layout, page = executor.kv_layout(), executor.kv_layout().page_bytes
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with pytest.raises(ConfigError, match=r"KV pages of \d+ bytes are .* GiB, and this machine has .* GiB of memory"):
+        executor.allocate(there // page + 1, executor._runner._page_size)
+    layout.regions[0][1] = 7
+    assert executor.kv_layout().regions[0][1, 0] == 7
+    executor.close()
