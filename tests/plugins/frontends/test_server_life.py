@@ -11,10 +11,15 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+
+from engine import EngineConfig
+from engine.core.serve.client import Health
+from engine.plugins.frontends._life import Life
 
 LONG = {"prompt": [1, 2, 3], "max_tokens": 8000, "temperature": 0}
 GOOD = {"prompt": [1, 2, 3], "max_tokens": 8, "temperature": 0}
@@ -242,3 +247,17 @@ def test_a_megabyte_of_text_does_not_hold_up_health(server: Any) -> None:
             looks += 1
         assert large.result().status_code == 400
     assert looks >= 2  # it was asked, and answered, while the text was tokenised
+
+
+@pytest.mark.parametrize(("heartbeat", "limit", "patience"), [(5.0, 30.0, 2.5), (600.0, 10.0, 10.0), (3.0, 30.0, 2.0)])
+def test_others_are_asked_before_a_silent_engine_is_given_up(heartbeat: float, limit: float, patience: float) -> None:
+    """Readiness goes at half of the silence that ends the engine, so that whoever balances load turns to others."""
+    engine = SimpleNamespace(
+        config=EngineConfig(heartbeat_timeout=heartbeat), health=lambda: Health(True, None, 1, 0.0, silence)
+    )
+    life = Life(engine, limit)  # type: ignore[arg-type]
+    silence = patience - 0.1
+    assert life.describe()["ready"]
+    silence = patience + 0.1
+    assert (life.describe()["ready"], life.describe()["state"]) == (False, "ready")
+    assert f"not heard of for {silence:.1f} s" in life.describe()["cause"]
