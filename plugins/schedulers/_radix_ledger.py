@@ -8,7 +8,7 @@ have other memories that run short (window pages, recurrent states): each is one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -88,7 +88,7 @@ class Ledger:
         self._resources = resources
         self._running = list(running)
         self.joined: list[Request] = []
-        self.total = Account(available, riders + sum(self._expected(request) for request in running))
+        self.total = Account(available, riders + sum(self._futures(running)))
         self.current = Account(available, riders)
         self.input_left = input_tokens - riders
         self.chunk_left = None if chunk_tokens is None else chunk_tokens - riders
@@ -180,14 +180,26 @@ class Ledger:
     # ---- inside
 
     def _expected(self, request: Request) -> float:
-        return min(self._ceiling(request) - request.num_output, CLIP_NEW_TOKENS) * self._ratio
+        return self._futures((request,))[0]
+
+    def _futures(self, requests: Iterable[Request]) -> list[float]:
+        """Output tokens that each of them is expected to have yet. Of all that run, for each batch: written flat."""
+        page, ratio, most = self._page, self._ratio, self._pool_tokens - self._page - 1
+        found = []
+        for request in requests:
+            prompt = request.num_prompt
+            ceiling, fits = request.max_total - prompt, most + -prompt // page * page
+            if ceiling > fits:
+                ceiling = fits if fits > 0 else 0
+            future = ceiling - len(request.tokens) + prompt
+            found.append((future if future < CLIP_NEW_TOKENS else CLIP_NEW_TOKENS) * ratio)
+        return found
 
     def _ceiling(self, request: Request) -> int:
         """Output tokens that the request may have in all: what it asks for, or what an empty pool would hold."""
         page, prompt = self._page, request.num_prompt
         fits = self._pool_tokens + -prompt // page * page - page - 1
-        wished = request.max_total - prompt
-        return wished if wished <= fits else max(fits, 0)
+        return min(request.max_total - prompt, max(fits, 0))
 
     def _cut(self, owed: int, align: int) -> int | Why:
         if self.chunk_left is None or self._ceil(owed) <= self.chunk_left:
