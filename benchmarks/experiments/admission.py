@@ -16,11 +16,10 @@ STAY = "prompt=lognormal:1500:0.5:4000,output=exp:200:1000,max-tokens=1000"
 EXPERIMENT = Experiment(
     name="admission",
     title="Admission pressure against recomputed tokens",
-    question="What holds admission back while the pool is short: nothing but that a prompt fits (`eager`), a share "
-    "of the "
-    "pool that is kept free (`scheduler.watermark` of `unified`), or a forecast from the lengths of past answers "
-    "(policy `past-future`)? Scheduler `unified`, cache `paged`; the device is an A10, whose memory holds KV of "
-    "about 42,000 tokens beside the weights.",
+    question="What holds admission back while the pool is short: nothing but that a prompt fits (`eager`), a share of "
+    "the pool that is kept free (`scheduler.watermark` of `unified`), or a forecast from the lengths of past answers "
+    "(policy `past-future`)? Scheduler `unified`, cache `paged`; the device is an A10, whose memory holds KV of about "
+    "42,000 tokens beside the weights.",
     known="Past-Future (Gong et al., ASPLOS 2025): eager admission evicts and recomputes under load, conservative "
     "admission queues; a forecast comes near the optimum.",
     x="requests/s",

@@ -32,9 +32,8 @@ EXPERIMENT = Experiment(
     name="batching",
     title="Continuous against static batching",
     question="May a request join a batch that runs (`continuous`), or is a batch filled, and answered to the last "
-    "token "
-    "of its longest answer, before the next begins (`static`)? Scheduler `unified`, cache `paged`, at most 64 requests "
-    "at once on both sides; `static` adds one policy, whose only hook is `admit`:",
+    "token of its longest answer, before the next begins (`static`)? Scheduler `unified`, cache `paged`, at most 64 "
+    "requests at once on both sides; `static` adds one policy, whose only hook is `admit`:",
     known="Orca (Yu et al., OSDI 2022) and vLLM (Kwon et al., SOSP 2023): continuous batching gives several times the "
     "throughput, the more so the more answers differ in length. Static batching is said to have no advantage.",
     x="requests/s",

@@ -17,13 +17,11 @@ EXPERIMENT = Experiment(
     name="overlap",
     title="Overlap on and off",
     question="Is the next step planned while the device computes one (`on`), or when its tokens are there (`off`)? "
-    "With "
-    "overlap a row more is computed for each answer that ends by itself, and who arrives waits for the step that is "
-    "planned already. Scheduler `unified`, cache `paged`, 2048 tokens a step. The host's time a step is set "
+    "With overlap a row more is computed for each answer that ends by itself, and who arrives waits for the step that "
+    "is planned already. Scheduler `unified`, cache `paged`, 2048 tokens a step. The host's time a step is set "
     "(`executor.host-ms`): in a real engine it grows with the batch.",
     known="NanoFlow (Zhu et al., 2024) and SGLang v0.4: hiding the host behind the device gives what share of a step "
-    "the "
-    "host had, more for small models and fast devices.",
+    "the host had, more for small models and fast devices.",
     x="host ms a step",
     sides=(Side("off", {"overlap": False}), Side("on", {"overlap": True})),
     cases=[

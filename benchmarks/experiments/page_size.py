@@ -24,10 +24,9 @@ EXPERIMENT = Experiment(
     name="page_size",
     title="Page size: 1, 16 and 64 tokens",
     question="How many tokens has a page? Whole pages alone are shared, and the last page of a request is partly "
-    "empty. "
-    "Scheduler and cache `radix`, a pool of as many tokens on all sides. What a page size costs a kernel is not "
-    "simulated: the device takes as long for all of them. What it "
-    "costs the host is measured, and not part of the simulated time.",
+    "empty. Scheduler and cache `radix`, a pool of as many tokens on all sides. What a page size costs a kernel is "
+    "not simulated: the device takes as long for all of them. What it costs the host is measured, and not part of the "
+    "simulated time.",
     known="SGLang shares token by token (pages of 1), vLLM by blocks of 16: less is found again, and the index is "
     "smaller.",
     x="requests/s",

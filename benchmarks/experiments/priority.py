@@ -32,13 +32,10 @@ EXPERIMENT = Experiment(
     name="priority",
     title="Priority and starvation",
     question="Do urgent requests go before all others, preempting them (`priority`), also where those wait for ever; "
-    "does "
-    "whom 64 later ones have overtaken go first whatever it is (`priority, bounded`); or is everybody served in "
-    "order of "
-    "arrival (`fcfs`)? Scheduler and cache `radix`, at most 64 running.",
+    "does whom 64 later ones have overtaken go first whatever it is (`priority, bounded`); or is everybody served in "
+    "order of arrival (`fcfs`)? Scheduler and cache `radix`, at most 64 running.",
     known="Strict priority keeps the urgent class's latency through overload and starves the rest; aging bounds the "
-    "wait "
-    "(both old results of queueing; in LLM serving e.g. VTC, Sheng et al., OSDI 2024, on service guarantees).",
+    "wait (both old results of queueing; in LLM serving e.g. VTC, Sheng et al., OSDI 2024, on service guarantees).",
     x="requests/s",
     sides=(
         _side("fcfs"),

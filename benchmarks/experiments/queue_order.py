@@ -23,9 +23,8 @@ EXPERIMENT = Experiment(
     name="queue_order",
     title="Queue order: fcfs, lpm, dfs-weight",
     question="Who of the queue is tried first (`scheduler.policy` of `radix`): who came first, who has the longest "
-    "cached "
-    "prefix, or who is next in the cache's tree? Cache `radix`, a pool of 80,000 tokens, at most 32 running. Requests "
-    "belong to 64 families with a prompt's beginning each, the n-th asked for as often as 1/n^0.8.",
+    "cached prefix, or who is next in the cache's tree? Cache `radix`, a pool of 80,000 tokens, at most 32 running. "
+    "Requests belong to 64 families with a prompt's beginning each, the n-th asked for as often as 1/n^0.8.",
     known="SGLang (Zheng et al., NeurIPS 2024): longest shared prefix first raises the hit rate, near the optimum of a "
     "depth-first order. k-LPM (Dexter et al. 2025): it starves whom nobody resembles.",
     x="requests/s",

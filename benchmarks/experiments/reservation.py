@@ -17,9 +17,8 @@ EXPERIMENT = Experiment(
     title="Reservation ratio against retractions",
     question="Which part of the output that those that run may still make is kept free at admission "
     "(`scheduler.schedule_conservativeness` of `radix`; the ratio begins at 0.7 times it, 1 at most, decays to a "
-    "seventh "
-    "in 600 steps without retractions, and is measured anew after one)? Cache `radix`; the device is an A10, whose "
-    "memory holds KV of about 42,000 tokens beside the weights.",
+    "seventh in 600 steps without retractions, and is measured anew after one)? Cache `radix`; the device is an A10, "
+    "whose memory holds KV of about 42,000 tokens beside the weights.",
     known="SGLang: too low a ratio retracts requests and computes them twice, too high a one leaves memory idle. "
     "Past-Future (Gong et al., ASPLOS 2025): the right reserve follows from how long answers really get.",
     x="requests/s",

@@ -21,10 +21,9 @@ EXPERIMENT = Experiment(
     name="twins",
     title="The same prompt several times in one step",
     question="Several requests with one prompt come at the same moment, and nothing of it is cached. `paged` content "
-    "can "
-    "be found as soon as it is planned, so that twins share within a step; the `radix` cache has it when the prompt is "
-    "computed: in order of arrival each twin computes its own, with `lpm` the first computes and its siblings are "
-    "postponed.",
+    "can be found as soon as it is planned, so that twins share within a step; the `radix` cache has it when the "
+    "prompt is computed: in order of arrival each twin computes its own, with `lpm` the first computes and its "
+    "siblings are postponed.",
     known="vLLM registers blocks when they are scheduled; SGLang inserts what is computed, and holds siblings of the "
     "waiting queue back (in-batch prefix caching).",
     x="copies",
