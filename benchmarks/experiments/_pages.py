@@ -159,36 +159,38 @@ def listed(values: Sequence[int]) -> str:
     return ", ".join(map(str, values))
 
 
+HOW = """\
+## How to run them
+
+```sh
+python -m pip install 'sixhooks[report]'
+python benchmarks/experiments/run.py             # simulated: minutes of one core
+python benchmarks/experiments/run.py --real      # the default model, on a machine that does nothing else
+python benchmarks/experiments/run.py --page-only # pages and plots from what is kept
+```
+
+An experiment is a module of `benchmarks/experiments/`: its sides, its cases, its SLO. Static batching is a policy of \
+ten lines there. Figures of CPU time (planning) are of the machine that wrote these pages."""
+
+
 def comparison(found: Sequence[tuple[Experiment, dict[str, Any]]]) -> str:
     """The page of all."""
     lines = [
         "# Experiments: one decision changed, all else equal",
-        "What the field says of scheduling and caching, tried with one engine: the same arrivals, the same model, "
-        "the same "
-        "device; one decision is another. Who wins is said by goodput: requests a second that were answered within "
-        "every "
-        "limit of an SLO, over the time in which requests come. " + SIMULATED,
+        "What the field says of scheduling and caching, tried with one engine: the same arrivals, the same model, the "
+        "same device; one decision is another. Who wins is said by goodput: requests a second that were answered "
+        "within every limit of an SLO, over the time in which requests come. " + SIMULATED,
         f"Every case was run with {len(SEEDS)} seeds. A side is beaten where another has at least 1 % more in the "
-        f"mean, and "
-        "at no seed more than 0.5 % less; who is not beaten leads, and who leads alone is the winner. Gains are of "
-        "means: "
-        "over the best of those that are beaten, and over the last of them. A flip: two cases that have no leader in "
-        "common.",
+        "mean, and at no seed more than 0.5 % less; who is not beaten leads, and who leads alone is the winner. Gains "
+        "are of means: over the best of those that are beaten, and over the last of them. A flip: two cases that have "
+        "no leader in common.",
         "| experiment | workload, SLO | winner by goodput, by how much |\n|---|---|---|\n" + "\n".join(
             row for one, kept in found for row in rows_of(one, kept["simulated"]["rows"])),
         "## Where it flips\n\n" + "\n".join(
             f"* [{one.title}]({one.name}.md). {flipped(one, kept['simulated']['rows'])}" for one, kept in found),
         "## On the real model\n\nThe same decisions on the default model on a CPU, a few dozen requests each: "
-        "whether the "
-        "mechanism is there.\n\n" + real_table(found),
-        "## How to run them\n\n```sh\npython -m pip install 'sixhooks[report]'\npython benchmarks/experiments/run.py  "
-        "           # simulated: minutes of one core\npython benchmarks/experiments/run.py --real      # the default "
-        "model, on "
-        "a machine that does nothing else\npython benchmarks/experiments/run.py --page-only # pages and plots from "
-        "what is "
-        "kept\n```\n\nAn experiment is a module of `benchmarks/experiments/`: its sides, its cases, its SLO. Static "
-        "batching "
-        "is a policy of ten lines there. Figures of CPU time (planning) are of the machine that wrote these pages.",
+        "whether the mechanism is there.\n\n" + real_table(found),
+        HOW,
         "```{toctree}\n:hidden:\n\n" + "\n".join(one.name for one, _ in found) + "\n```",
     ]  # fmt: skip
     return "\n\n".join(lines) + "\n"
