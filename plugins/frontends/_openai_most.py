@@ -13,6 +13,7 @@ MOST_METADATA = MAX_METADATA // 2  # fields: each counts itself and a name, of o
 ESCAPED = 12  # bytes of a character at most: two \uXXXX
 GRAMMARS = 8  # times the longest grammar, each byte of which may be written as \uXXXX; and what stands around it
 AROUND = 64  # elements around a schema
+FACTOR = 2  # up to so many times the limit, whoever knows what it is about says better what is wrong
 
 
 def most_of(limits: Limits) -> Mapping[str, Most]:
@@ -24,7 +25,7 @@ def most_of(limits: Limits) -> Mapping[str, Most]:
     )  # fmt: skip
     tokens = max(limits.max_model_len, limits.max_waiting_tokens)
     return {
-        "prompt": Most(limits.max_open + 1, limits.max_open, tokens),
+        "prompt": Most(FACTOR * limits.max_open, FACTOR * limits.max_open, tokens),
         "stop": Most(elements=limits.max_stop_strings, option="max_stop_strings"),
         "stop_token_ids": Most(elements=limits.max_stop_token_ids, option="max_stop_token_ids"),
         "logit_bias": Most(elements=limits.max_logit_bias, option="max_logit_bias"),

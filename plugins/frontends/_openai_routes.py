@@ -40,6 +40,7 @@ from engine.plugins.frontends._openai_tokens import (
 from engine.plugins.frontends._server_routes import ServerRoutes
 from engine.plugins.frontends._watched import Watched, log_prompts
 from engine.plugins.frontends._wire import EventStream, json_response, until_gone
+from engine.plugins.frontends._written import InPieces
 
 Pieces = AsyncGenerator[tuple[int, Chunk], None]
 """Which choice, and what is new of it."""
@@ -231,7 +232,14 @@ class Routes(Endpoints):
             completions = await until_gone(request.receive, self._collect(count, pieces))
         finally:
             group.abort()
-        return await self.aside.build(completions, lambda: json_response(whole(completions), headers=headers))
+
+        def build() -> Response:
+            response = InPieces(whole(completions), headers)
+            while completions:  # one after the other, and here: all at once, where this ends, would take long
+                completions.pop()
+            return response
+
+        return await self.aside.build(completions, build)
 
     async def _begun(self, request: Request, group: Group, pieces: Pieces) -> Pieces:
         """Wait for the first piece: what was refused before that is no stream but an answer of its own."""

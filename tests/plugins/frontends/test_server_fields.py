@@ -63,8 +63,8 @@ def refused(app: Any, path: str, body: Any, param: str, code: str = "above_limit
     [
         ("stop", 3, "x", "has 4 elements, at most 3 are allowed (max_stop_strings)"),
         ("stop_token_ids", 4, 7, "has 5 elements, at most 4 are allowed (max_stop_token_ids)"),
-        ("prompt", 9, "x", "has 10 strings, at most 9 are allowed"),
-        ("prompt", 9, [1], "has 11 lists and objects, at most 10 are allowed"),
+        ("prompt", 9, "x", "10 prompts x n 1: at most 9 sequences can be open"),
+        ("prompt", 9, [1], "10 prompts x n 1: at most 9 sequences can be open"),
     ],
 )
 def test_a_list_as_long_as_it_may_be_and_one_longer(app: Any, field: str, most: int, one: Any, words: str) -> None:
@@ -101,7 +101,11 @@ def test_token_ids_as_many_as_may_wait_and_one_more(app: Any, path: str, field: 
 
 def test_texts_of_embeddings_as_many_as_can_be_open_and_one_more(app: Any) -> None:
     assert post(app, "/v1/embeddings", {"input": ["x"] * 9}).status_code == 200
-    assert "at most 9" in refused(app, "/v1/embeddings", {"input": ["x"] * 10}, "input")
+    assert "has 10 texts: at most 9" in refused(app, "/v1/embeddings", {"input": ["x"] * 10}, "input")
+    assert "has 18 texts: at most 9" in refused(app, "/v1/embeddings", {"input": ["x"] * 18}, "input")
+    for many, words in ((["x"] * 19, "19 strings, at most 18"), ([[1]] * 18, "19 lists and objects, at most 18")):
+        assert words in refused(app, "/v1/embeddings", {"input": many}, "input")
+        assert words in refused(app, RENDER, {"prompt": many}, "prompt")
     turns = [{"type": "message", **TURN}] * 40  # where it is a conversation it may hold more
     assert post(app, "/v1/responses", {"input": turns, "max_output_tokens": 1}).status_code == 200
 
