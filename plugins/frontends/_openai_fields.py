@@ -19,6 +19,8 @@ INVALID, UNSUPPORTED = "invalid_value", "unsupported"
 FEW = Most(elements=1024)
 """Of a field that is no list: of a choice, an option, a switch."""
 ANY = Most()
+WRITTEN = frozenset({"tools", "response_format", "structured_outputs", "text"})
+"""Fields with JSON schemas: numbers in them stay as they are written."""
 NO_BOUNDS: Mapping[str, Most] = {}
 
 
@@ -96,7 +98,7 @@ def _supported(cls: type[Body], body: bytes, most: Mapping[str, Most]) -> dict[s
     kept: dict[str, Any] = {}
     for name, text in given.items():
         check_parts(text, most.get(name, FEW if most else ANY), name)
-        value = value_of(text)
+        value = value_of(text, as_written=name in WRITTEN)
         if name in cls.model_fields:
             kept[name] = value
         elif value is not None and not HARMLESS[name][0](value):

@@ -3,16 +3,19 @@ are built a piece at a time, for nothing else runs in this process while a call 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import cache
 from typing import Any, NoReturn
 
 import msgspec
 
+from engine.core.checks import MAX_INT
 from engine.core.errors import InvalidRequest
 from engine.plugins.frontends._bounds import PIECE
 
 MISSING, UNKNOWN = "missing", "unknown_field"
+INFINITY = float("inf")
+ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
 LEVELS = 3  # of lists in lists that are built in pieces
 NAMES = {"array": "a list", "null": "null", "str": "a string", "bool": "a boolean", "int": "a number",
          "float": "a number"}  # fmt: skip
@@ -62,10 +65,14 @@ def _refuse(words: str) -> NoReturn:
     raise InvalidRequest("body", f"must be a JSON object, not {NAMES.get(kind, kind)}")
 
 
-def value_of(text: bytes) -> Any:
-    """The value of a field's text, which ``fields_of`` has found. Raises ``InvalidRequest``."""
+def value_of(text: bytes, *, as_written: bool = False) -> Any:
+    """The value of a field's text, which ``fields_of`` has found. Raises ``InvalidRequest``.
+
+    Args:
+        as_written: 1.0 stays what it is. Else it is the integer 1, as JSON Schema has it.
+    """
     try:
-        return _built(text, LEVELS)
+        return _built(text, LEVELS, (PLAIN if as_written else WHOLE).decode)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _malformed(error) from error
 
@@ -74,21 +81,32 @@ def _malformed(error: Exception) -> InvalidRequest:
     return InvalidRequest("body", f"is not valid JSON: {error}")
 
 
-def _built(text: bytes, levels: int) -> Any:
+def _number(text: str) -> float:
+    value = float(text)
+    if value in (INFINITY, -INFINITY):
+        raise msgspec.ValidationError("Number out of range")
+    return int(value) if abs(value) < MAX_INT and value.is_integer() else value
+
+
+PLAIN, WHOLE = msgspec.json.Decoder(), msgspec.json.Decoder(float_hook=_number)
+Decode = Callable[[bytes], Any]
+
+
+def _built(text: bytes, levels: int, decode: Decode) -> Any:
     if len(text) <= PIECE or not levels or text[:1] != b"[":
-        return msgspec.json.decode(text)
+        return decode(text)
     if text.count(b"[") == 1 and not (b"{" in text or b'"' in text):
-        return _flat(text)
-    return [_built(bytes(item), levels - 1) for item in msgspec.json.decode(text, type=list[msgspec.Raw])]
+        return _flat(text, decode)
+    return [_built(bytes(item), levels - 1, decode) for item in ITEMS.decode(text)]
 
 
-def _flat(text: bytes) -> list[Any]:
+def _flat(text: bytes, decode: Decode) -> list[Any]:
     """A list of numbers and the like."""
     found: list[Any] = []
     at, end = 1, len(text) - 1
     while at < end:
         to = text.find(b",", at + PIECE)
         to = end if to < 0 else to
-        found += msgspec.json.decode(b"[" + text[at:to] + b"]")
+        found += decode(b"[" + text[at:to] + b"]")
         at = to + 1
     return found

@@ -191,18 +191,36 @@ def test_what_is_built_in_pieces_is_the_same(value: Any, piece: int, indent: int
 def test_a_long_list_is_built_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one of long lists; nothing else can run in this process while a piece is built."""
     longest = 0
-    real = _piecemeal.msgspec.json.decode
 
-    def decode(text: bytes, **options: Any) -> Any:
-        nonlocal longest
-        if not options:  # with a type it is only looked at
+    class Decoder:
+        def decode(self, text: bytes) -> Any:
+            nonlocal longest
             longest = max(longest, len(text))
-        return real(text, **options)
+            return json.loads(text)
 
-    monkeypatch.setattr(_piecemeal.msgspec.json, "decode", decode)
+    monkeypatch.setattr(_piecemeal, "WHOLE", Decoder())
     wish = CompletionRequest.parse(json.dumps({"prompt": [[1000] * 200_000, [7] * 5]}).encode())
     assert wish.prompt == [[1000] * 200_000, [7] * 5]
     assert longest < 2 * _piecemeal.PIECE
+
+
+def test_a_number_without_a_fraction_is_an_integer(app: Any) -> None:
+    """As JSON Schema has it. A schema of the client's is left as it is."""
+    body = b'{"prompt": [[1.0, 2e0], [3]], "max_tokens": 2.0, "stop_token_ids": [5.0], "temperature": 1.0, "n": 1E0}'
+    answer = post(app, RENDER, body)
+    assert answer.status_code == 200, answer.text
+    assert [one["prompt_token_ids"] for one in answer.json()["data"]] == [[1, 2], [3]]
+    assert answer.json()["data"][0]["max_tokens"] == 2
+    assert post(app, "/v1/embeddings", b'{"input": [1.0, 2]}').status_code == 200
+    assert post(app, "/detokenize", b'{"tokens": [1.0]}').status_code == 200
+    for wrong in (b"1.5", b"1e300", b"-0.5", b"true"):
+        refused(app, RENDER, b'{"prompt": [1], "max_tokens": %s}' % wrong, "max_tokens", "invalid_value")
+    assert "not valid JSON" in refused(app, RENDER, b'{"prompt": [1], "max_tokens": 1e999}', "body", "invalid_value")
+    for number in (b"1", b"1.0"):
+        text = b'{"prompt": [1], "structured_outputs": {"json": {"const": %s}}}' % number
+        wish = CompletionRequest.parse(text).structured_outputs
+        assert wish is not None
+        assert json.dumps(wish.json_).encode() == b'{"const": %s}' % number
 
 
 def test_what_is_wrong_is_shown_in_part(app: Any) -> None:
