@@ -23,7 +23,8 @@ Words = NDArray[np.int32]
 
 Kind = Literal["json", "regex", "choice", "lark", "ebnf"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-EBNF_RULE = re.compile(r"^\s*[A-Za-z_][\w.\-]*\s*::=", re.MULTILINE)
+EBNF_RULE = re.compile(r"^[^\S\n]*[A-Za-z_][\w.\-]*\s*::=", re.MULTILINE)
+"""Blanks before it within its line: from each empty line over all those after it, a text of them would take hours."""
 
 
 SLOW_MASK = 0.05  # seconds of processor time: a step waits for each of its masks

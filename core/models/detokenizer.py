@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 from engine.core.models.tokenizer import Tokenizer
 
@@ -134,7 +135,8 @@ class TextStream:
         return new
 
 
-def _fall_table(stop: str) -> list[int]:
+@lru_cache(maxsize=64)  # each choice of each prompt of a request has the same ones
+def _fall_table(stop: str) -> Sequence[int]:
     """For each prefix of ``stop``, the length of its longest proper prefix that is also its suffix."""
     table = [0] * len(stop)
     depth = 0

@@ -36,7 +36,8 @@ class TokenizerSettings:
 
 
 class Tokenizer:
-    """One model's tokenizer and chat template. Thread-safe: nothing changes after construction.
+    """One model's tokenizer and chat template. Thread-safe: nothing changes after construction, but for
+    what is remembered of tokens.
 
     Attributes:
         bos_id: beginning of sequence, if the model has one.
@@ -57,6 +58,7 @@ class Tokenizer:
         self.special_ids = frozenset(number for number, token in added.items() if token.special)
         self._added = {number: token.content for number, token in added.items()}
         self._pieces = Pieces(backend)
+        self._bytes: dict[int, bytes] = {}
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         source = settings.chat_template
         self._template = None if source is None else ChatTemplate(source, settings.variables)
@@ -85,6 +87,14 @@ class Tokenizer:
     def token_bytes(self, token: int) -> bytes:
         """What the token adds to the text, as bytes: a part of a character has no text of its own. An unknown id adds
         nothing; a mark adds its name. The space that some decoders leave out at the beginning of a text is there."""
+        known = self._bytes.get(token)
+        if known is None:
+            known = self._bytes_of(token)
+            if known:  # so there are no more than tokens
+                self._bytes[token] = known
+        return known
+
+    def _bytes_of(self, token: int) -> bytes:
         if token in self.special_ids or token in self._added:
             return self._added.get(token, "").encode()
         piece = self._backend.id_to_token(token)

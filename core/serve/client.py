@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import secrets
 import weakref
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from engine.core.outputs import Chunk, Completion, Embedding
 from engine.core.pooling import Pooling
 from engine.core.protocols import Limits, ModelInfo
 from engine.core.request import Finish, SamplingParams
-from engine.core.serve.asks import Ask, check_room, logprobs_of, prompt_logprobs_of, size_of
+from engine.core.serve.asks import Ask, Size, check_room, logprobs_of, prompt_logprobs_of, size_of
 from engine.core.serve.cache import CacheClient
 from engine.core.serve.ledger import Ledger
 from engine.core.serve.link import Link
@@ -39,6 +39,7 @@ from engine.core.serve.questions import Questions, error_of
 from engine.core.serve.record import RecordClient
 from engine.core.serve.streams import Gather, Group, Stream, embedded
 from engine.core.serve.text import encode, find_tokenizer, text_of
+from engine.core.serve.transport import Packed
 from engine.core.serve.watchdog import Watchdog
 from engine.core.weights import NewWeights, WhileOpen
 
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
     from engine.core.models.tokenizer import Tokenizer
 
 LONG_TEXT = 4096  # characters; longer text is tokenised in a thread, so that the event loop stays quick
+
+Made = tuple[Group, Packed]
+"""Streams of requests, and the message that submits them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,15 +215,17 @@ class AsyncEngine:
         for ask in () if checked else asks:
             ask.check(self.limits)
         size = size_of(asks, self.limits)
-        self._open()
-        check_room(size, self.limits, self.ledger)
-        group = Group(self._leave)
-        each = ((ask, params) for ask in asks for params in ask.params.choices())
-        adds = [self._prepare(group, index, ask, params) for index, (ask, params) in enumerate(each)]
-        self._link.send(Submit(adds))  # before the books: what cannot be sent was never accepted
-        for stream in group.streams:
-            self.ledger.enter(stream)
-        return group
+        self._check_room(size)
+        return self._enter(*self._made(asks))
+
+    async def submit_aside(self, asks: Sequence[Ask], run: Callable[[Callable[[], Made]], Awaitable[Made]]) -> Group:
+        """``submit_many`` of requests that were checked, for those that are many: what is made of them is made by
+        ``run``, elsewhere. Raises as it does."""
+        size = size_of(asks, self.limits)
+        self._check_room(size)
+        group, packed = await run(lambda: self._made(asks))
+        self._check_room(size)  # others may have come meanwhile
+        return self._enter(group, packed)
 
     async def generate(
         self,
@@ -341,6 +347,23 @@ class AsyncEngine:
         return answer.model
 
     # ---- inside
+
+    def _check_room(self, size: Size) -> None:
+        self._open()
+        check_room(size, self.limits, self.ledger)
+
+    def _made(self, asks: Sequence[Ask]) -> Made:
+        """Streams of these, and what is to be sent. Touches nothing shared: any thread may do it."""
+        group = Group(self._leave)
+        each = ((ask, params) for ask in asks for params in ask.params.choices())
+        adds = [self._prepare(group, index, ask, params) for index, (ask, params) in enumerate(each)]
+        return group, self._link.pack(Submit(adds))
+
+    def _enter(self, group: Group, packed: Packed) -> Group:
+        self._link.put(packed)  # before the books: what cannot be sent was never accepted
+        for stream in group.streams:
+            self.ledger.enter(stream)
+        return group
 
     def _prepare(self, group: Group, index: int, ask: Ask, params: SamplingParams) -> Add:
         request_id = f"{self._prefix}-{next(self._numbers)}"

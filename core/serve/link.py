@@ -13,7 +13,7 @@ from engine.core.errors import EngineDead, EngineError
 from engine.core.serve.flow import Inbox
 from engine.core.serve.home import Home
 from engine.core.serve.messages import Command, Event, Fatal, Outputs, Ready, Taken
-from engine.core.serve.transport import ProcessTransport, ThreadTransport, Transport, wait_until
+from engine.core.serve.transport import Packed, ProcessTransport, ThreadTransport, Transport, wait_until
 from engine.core.serve.watchdog import Watchdog
 
 DAYS = 1e6
@@ -78,7 +78,15 @@ class Link:
 
     def send(self, command: Command) -> None:
         """Send a command. Never blocks."""
-        self._transport.send(command)
+        self.put(self.pack(command))
+
+    def pack(self, command: Command) -> Packed:
+        """A command as ``put`` takes it. Any thread may ask; for a long one it takes a while."""
+        return self._transport.pack(command)
+
+    def put(self, packed: Packed) -> None:
+        """Send what was packed. Never blocks."""
+        self._transport.put(packed)
 
     def bind(self, busy: bool) -> bool:
         """Events go to the running event loop from now on. Returns True if that is a new one.

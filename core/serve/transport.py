@@ -31,6 +31,8 @@ LOADING_PATIENCE = 60.0  # importing torch or mapping weights may hold the inter
 
 OnEvent = Callable[[Event], None]
 OnDeath = Callable[[str], None]
+Packed = Command | bytes
+"""What ``pack`` makes and ``put`` takes: of each transport its own."""
 
 
 class Transport(Protocol):
@@ -40,8 +42,11 @@ class Transport(Protocol):
     def pid(self) -> int | None:
         """Process id of the core, if it has a process of its own."""
 
-    def send(self, command: Command) -> None:
-        """Send a command. Never blocks; any thread may call it."""
+    def pack(self, command: Command) -> Packed:
+        """A command as it travels. Any thread may call it."""
+
+    def put(self, packed: Packed) -> None:
+        """Send what was packed. Never blocks; any thread may call it."""
 
     def close(self) -> None:
         """Stop the core and free everything. Blocks for seconds at most. Idempotent."""
@@ -65,9 +70,14 @@ class ThreadTransport:
         """There is no other process."""
         return None
 
-    def send(self, command: Command) -> None:
+    def pack(self, command: Command) -> Packed:
+        """The command itself."""
+        return command
+
+    def put(self, packed: Packed) -> None:
         """Queue a command."""
-        self._commands.put(command)
+        assert not isinstance(packed, bytes)
+        self._commands.put(packed)
 
     def close(self) -> None:
         """Stop the core. A step that never ends cannot be stopped in a thread: it is left behind."""
@@ -147,11 +157,16 @@ class ProcessTransport:
         """The child's process id."""
         return self.process.pid
 
-    def send(self, command: Command) -> None:
-        """Send a command; after ``close`` there is nobody to send to."""
+    def pack(self, command: Command) -> Packed:
+        """The command, encoded."""
+        return encode(command)
+
+    def put(self, packed: Packed) -> None:
+        """Send it; after ``close`` there is nobody to send to."""
+        assert isinstance(packed, bytes)
         with self._lock:
             if not self._closed:
-                self._commands.send(encode(command))
+                self._commands.send(packed)
 
     def close(self) -> None:
         """Ask the child to stop, kill it if it does not, and remove the sockets."""

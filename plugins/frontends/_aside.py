@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from engine.core.outputs import Chunk, Completion
 from engine.core.sampling import TokenLogprobs
-from engine.core.serve.garbage import frozen
+from engine.core.serve.garbage import frozen, seldom
 
 AT_ONCE = 2  # threads: one more would make the event loop wait longer, and none of them end sooner
 MUCH = 500  # log-probabilities: some milliseconds
@@ -30,20 +30,37 @@ class Aside:
 
     def __init__(self) -> None:
         self._free = asyncio.Semaphore(AT_ONCE)
+        self._building = asyncio.Semaphore(
+            1
+        )  # it never lets go of the lock: two of them would only wait for each other
+        self._under_way = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether something large is in the works."""
+        return self._under_way > 0
 
     async def run(self, work: Callable[[], T]) -> T:
         """What ``work`` returns or raises. One that nobody waits for any more still counts until it has ended."""
         await self._free.acquire()
+        self._under_way += 1
         task = asyncio.ensure_future(asyncio.to_thread(work))
         task.add_done_callback(self._ended)
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        finally:
+            del task  # an error of it leads here, and so to itself: all that it has seen would stay, for ever nearly
 
     async def build(self, parts: Sequence[Chunk | Completion], build: Callable[[], T]) -> T:
-        """What ``build`` makes of parts of answers: here, where there is little in them."""
-        return await self.run(build) if sum(map(weight, parts)) > MUCH else build()
+        """What ``build`` makes of parts of answers: here, where there is little in them, else one at a time."""
+        if sum(map(weight, parts)) <= MUCH:
+            return build()
+        async with self._building:
+            return await self.run(build)
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._free.release()
+        self._under_way -= 1
         if not task.cancelled():
             task.exception()  # it was taken, or nobody waits for it
 
@@ -59,11 +76,12 @@ def _count(found: Sequence[TokenLogprobs] | None) -> int:
 
 @contextmanager
 def quick() -> Iterator[None]:
-    """For a process that serves: threads change often, and no collection of garbage looks at what stays for ever."""
+    """For a process that serves: threads change often, and collections of garbage come seldom and do not look at
+    what stays for ever."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
-        with frozen():
+        with frozen(), seldom():
             yield
     finally:
         sys.setswitchinterval(before)

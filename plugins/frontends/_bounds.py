@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator, ValidationError, WithJsonSchema, WrapValidator
 from pydantic_core import InitErrorDetails, PydanticCustomError
@@ -17,63 +17,103 @@ PIECE = 256 * 1024  # bytes that are looked at in one go, for nothing else runs 
 AT_ONCE = 256  # items of a list that are checked in one go, for nothing else runs in this process meanwhile
 
 
-def check_parts(body: bytes, most: int, elements: int | None = None) -> None:
-    """Raise ``InvalidRequest`` where a body has more objects and lists than ``most``, more strings than
-    ``STRINGS_A_PART`` times as many, or more ``elements`` (of lists and objects together).
+class Most(NamedTuple):
+    """How much a JSON text may hold at most; ``None``: any number.
 
-    Builds no value of it. Whether it is JSON at all is for others to say.
+    Attributes:
+        parts: lists and objects.
+        strings: names of fields, too.
+        elements: of lists and objects together.
+        text: bytes of strings, as they are written, with their quotes.
+        option: what it follows from, for messages.
     """
-    strings = most * STRINGS_A_PART
-    if _within(body, most, strings, elements):  # also of what stands in strings: no text has fewer
+
+    parts: int | None = None
+    strings: int | None = None
+    elements: int | None = None
+    text: int | None = None
+    option: str = ""
+
+    @classmethod
+    def body(cls, parts: int, elements: int | None = None) -> Most:
+        """Of a whole body: ``STRINGS_A_PART`` times as many strings as lists and objects."""
+        return cls(parts, parts * STRINGS_A_PART, elements)
+
+
+def check_parts(text: bytes, most: Most, field: str = "body") -> None:
+    """Raise ``InvalidRequest`` at the field whose JSON text has more in it than it may have.
+
+    Builds no value of it. Whether it is JSON at all is for others to say: what is none may seem to hold more.
+    """
+    if _within(text, most):  # also of what stands in strings: no text has fewer
         return
-    quotes = parts = commas = 0
-    for outside, found in _outside(body):
-        quotes, parts, commas = quotes + found, parts + _parts(outside), commas + outside.count(b",")
+    quotes = parts = commas = plain = 0
+    for outside, found in _outside(text):
+        quotes, plain = quotes + found, plain + len(outside)
+        parts, commas = parts + outside.count(b"[") + outside.count(b"{"), commas + outside.count(b",")
     for count, bound, of in (
-        (quotes // 2, strings, "strings"),
-        (parts, most, "lists and objects"),
-        (commas, elements, "elements"),
+        (quotes // 2, most.strings, "strings"),
+        (parts, most.parts, "lists and objects"),
+        (_elements(commas), most.elements, "elements"),
+        (len(text) - plain, most.text, "bytes of text"),
     ):
         if bound is not None and count > bound:
-            raise _too_much(count, bound, of)
+            words = f"has {count} {of}, at most {bound} are allowed" + (f" ({most.option})" if most.option else "")
+            raise InvalidRequest(field, words, code="above_limit")
 
 
-def _within(body: bytes, most: int, strings: int, elements: int | None) -> bool:
+def _within(text: bytes, most: Most) -> bool:
+    """Whether it certainly holds no more: the usual case, at the speed of memory."""
     return (
-        _parts(body) <= most and body.count(b'"') <= 2 * strings and (elements is None or body.count(b",") <= elements)
+        (most.text is None or len(text) <= most.text)
+        and (most.parts is None or _count(text, b"[") + _count(text, b"{") <= most.parts)
+        and (most.strings is None or _count(text, b'"') <= 2 * most.strings)
+        and (most.elements is None or _elements(_count(text, b",")) <= most.elements)
     )
 
 
-def _outside(body: bytes) -> Iterator[tuple[bytes, int]]:
+def _count(text: bytes, mark: bytes) -> int:
+    return sum(text.count(mark, at, at + PIECE) for at in range(0, len(text), PIECE))
+
+
+def _elements(commas: int) -> int:
+    """Of a list that has so many; one alone is no more than none."""
+    return commas + 1 if commas else 0
+
+
+def _outside(text: bytes) -> Iterator[tuple[bytes, int]]:
     """Piece by piece, what stands outside of strings, and how many quotes begin or end a string."""
     inside, rest = False, b""
-    for at in range(0, len(body), PIECE):
-        plain = (rest + body[at : at + PIECE]).replace(rb"\\", b"")
+    for at in range(0, len(text), PIECE):
+        plain = (rest + text[at : at + PIECE]).replace(rb"\\", b"")
         rest = plain[len(plain.removesuffix(b"\\")) :]  # it is of a pair with what comes next
         texts = plain.removesuffix(b"\\").replace(rb"\"", b"").split(b'"')
         yield b"".join(texts[inside::2]), len(texts) - 1
         inside ^= len(texts) % 2 == 0
 
 
-def _parts(text: bytes) -> int:
-    return text.count(b"[") + text.count(b"{")
-
-
-def _too_much(found: int, most: int, of: str) -> InvalidRequest:
-    return InvalidRequest("body", f"has {found} {of}, at most {most} are allowed", code="above_limit")
-
-
 def _in_slices(value: Any, check: Callable[[Any], list[Any]]) -> list[Any]:
-    """Check a long list a few items at a time. The first slice with a fault is the last one."""
+    """Check a long list a few items at a time. The first item with a fault is the last one."""
     if not isinstance(value, list) or len(value) <= AT_ONCE:
         return check(value)
     found: list[Any] = []
     for start in range(0, len(value), AT_ONCE):
+        some = value[start : start + AT_ONCE]
         try:
-            found += check(value[start : start + AT_ONCE])
-        except ValidationError as error:
-            raise _moved(error, start) from None
+            found += check(some)
+        except ValidationError:
+            _check_each(some, start, check)
+            raise
     return found
+
+
+def _check_each(items: list[Any], start: int, check: Callable[[Any], list[Any]]) -> None:
+    """Raise the faults of the first of these that has some, alone: those of all together would be thousands."""
+    for place, item in enumerate(items, start):
+        try:
+            check([item])
+        except ValidationError as error:
+            raise _moved(error, place) from None
 
 
 def _moved(error: ValidationError, by: int) -> ValidationError:

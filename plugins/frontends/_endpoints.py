@@ -18,13 +18,14 @@ from starlette.routing import Match
 from engine.core.errors import ConfigError, suggest
 from engine.core.keys import Keys
 from engine.plugins.frontends._aside import Aside
-from engine.plugins.frontends._bounds import MOST_PARTS, check_parts
+from engine.plugins.frontends._bounds import MOST_PARTS, Most, check_parts
 from engine.plugins.frontends._errors import HTTPError, as_http
 from engine.plugins.frontends._wire import CLIENT_CLOSED, ClientGone, Held, authorize, json_response, read_body
 
 log = logging.getLogger(__name__)
 
 LARGE_BODY = 16 * 1024  # bytes; larger ones are parsed, tokenised and checked in a thread
+MANY_PARTS = 64  # lists, or twice as many texts: each may be a prompt to tokenise and to check
 BODIES_HELD = 16  # so many of the largest may be in memory at once, read in part or as a whole
 PATIENCE = 60.0
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
@@ -44,7 +45,7 @@ class Endpoints:
 
     Args:
         keys: what guarded routes ask for; ``None``: nobody needs one.
-        max_body_bytes, max_parts, max_elements: largest body that ``read`` takes: see ``check_parts``.
+        max_body_bytes, max_parts, max_elements: largest body that ``read`` takes: see ``Most``.
         open_paths: paths of routes that need no key after all.
         patience: seconds in which something of a body must come.
     """
@@ -60,7 +61,7 @@ class Endpoints:
         patience: float = PATIENCE,
     ) -> None:
         self._keys, self._max_body, self._open_paths = keys, max_body_bytes, frozenset(open_paths)
-        self._max_parts, self._max_elements = max_parts, max_elements
+        self._most = Most.body(max_parts, max_elements)
         self._patience, self._held = patience, Held(BODIES_HELD * max_body_bytes)
         self.aside = Aside()
 
@@ -101,7 +102,7 @@ class Endpoints:
         where there is too much in it."""
         with self._held.lease() as lease:
             body = await read_body(request, self._max_body, self._patience, lease)
-            return await self.aside.run(lambda: self._large(body, work)) if len(body) > LARGE_BODY else work(body)
+            return await self.aside.run(lambda: self._large(body, work)) if is_large(body) else work(body)
 
     def failure(self, error: Exception) -> HTTPError:
         """An error as clients are told of it. Those that are our own fault are logged."""
@@ -122,7 +123,7 @@ class Endpoints:
     # ---- inside
 
     def _large(self, body: bytes, work: Callable[[bytes], T]) -> T:
-        check_parts(body, self._max_parts, self._max_elements)
+        check_parts(body, self._most)
         return work(body)
 
     def _safely(self, handler: Handler, guarded: bool) -> Handler:
@@ -158,6 +159,11 @@ class Endpoints:
             code, headers = "method_not_allowed", allowed(request)
         words = f"{error.detail}: {request.method} {request.url.path}"
         return self._refusal(request, HTTPError(error.status_code, words, code=code, headers=headers))
+
+
+def is_large(body: bytes) -> bool:
+    """Whether to read it may take some milliseconds."""
+    return len(body) > LARGE_BODY or body.count(b"[") > MANY_PARTS or body.count(b'"') > 4 * MANY_PARTS
 
 
 def allowed(request: Request) -> dict[str, str]:

@@ -35,6 +35,9 @@ def say_agreements(schemas: Mapping[str, Schema], hidden_size: int) -> None:
     for name in ("ChatRequest", "ResponsesRequest"):
         must_call = {"not": {"enum": [None, "none", "auto"]}}
         _also(schemas[name], _needs("tool_choice", must_call, tools={"type": "array", "minItems": 1}))
+    for branch in schemas["ResponsesRequest"]["properties"]["input"]["anyOf"]:
+        if branch["type"] == "array":
+            branch["minItems"] = 1
     schemas["EmbeddingRequest"]["properties"]["dimensions"]["anyOf"] = [{"const": hidden_size}, NULL]
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from engine.core.checks import MAX_INT, MAX_SALT
+from engine.core.grammar_checks import MAX_CHOICES
 from engine.core.protocols import Limits
 from engine.core.validate import (
     MAX_BIAS,
@@ -15,17 +16,40 @@ from engine.core.validate import (
     MAX_SEED,
     MAX_TEMPERATURE,
 )
+from engine.plugins.frontends._openai_most import MOST_METADATA
+from engine.plugins.frontends._openai_tools import MOST_TOOLS
 
 COMPUTED = ("ChatRequest", "CompletionRequest", "ResponsesRequest", "EmbeddingRequest")
-NUMBERS, ARRAYS = ("integer", "number"), ("array",)
+NUMBERS, ARRAYS, OBJECTS = ("integer", "number"), ("array",), ("object",)
 
 
 def say_bounds(schemas: Mapping[str, dict[str, Any]], limits: Limits) -> None:
     """Add bounds to the schemas of bodies. Mutates."""
-    token = {"minimum": 0, "maximum": limits.vocab_size - 1}
-    numbers, arrays = _numbers(limits), {"stop": limits.max_stop_strings, "stop_token_ids": limits.max_stop_token_ids}
-    for name in COMPUTED:
-        fields = schemas[name]["properties"]
+    _say_fields([schemas[name]["properties"] for name in COMPUTED], limits)
+    for branch in _branches(schemas["StructuredOutputs"]["properties"]["choice"], ARRAYS):
+        branch["maxItems"] = MAX_CHOICES
+    for branch in _branches(schemas["ChatRequest"]["properties"]["max_tokens"], NUMBERS):
+        branch["minimum"] = 1  # 0 is for completions that only echo
+    token = {"type": "integer", **_token(limits)}
+    longest = min(limits.max_model_len - 1, limits.pool_tokens)
+    several = {"type": "array", "minItems": 1, "maxItems": limits.max_open}
+    text, ids = {"type": "string", "minLength": 1}, {"type": "array", "minItems": 1, "items": token}
+    prompt = {**ids, "maxItems": longest}
+    shapes = [text, {**several, "items": text}, prompt, {**several, "items": prompt}]
+    schemas["CompletionRequest"]["properties"]["prompt"]["anyOf"] = shapes
+    schemas["EmbeddingRequest"]["properties"]["input"]["anyOf"] = shapes
+    schemas["DetokenizeRequest"]["properties"]["tokens"]["items"].update(_token(limits))
+    explain = schemas["ExplainRequest"]["properties"]
+    explain["prompt"] = {"anyOf": [text, ids]}
+    explain["cache_salt"]["maxLength"] = MAX_SALT
+
+
+def _say_fields(bodies: Iterable[dict[str, Any]], limits: Limits) -> None:
+    numbers = _numbers(limits)
+    arrays = {
+        "stop": limits.max_stop_strings, "stop_token_ids": limits.max_stop_token_ids, "tools": MOST_TOOLS,
+    }  # fmt: skip
+    for fields in bodies:
         for field, bounds in numbers.items():
             for branch in _branches(fields.get(field, {}), NUMBERS):
                 branch.update(bounds)
@@ -33,22 +57,17 @@ def say_bounds(schemas: Mapping[str, dict[str, Any]], limits: Limits) -> None:
             for branch in _branches(fields.get(field, {}), ARRAYS):
                 branch["maxItems"] = most
         for branch in _branches(fields.get("stop_token_ids", {}), ARRAYS):
-            branch["items"].update(token)
-        for branch in _branches(fields.get("logit_bias", {}), ("object",)):
+            branch["items"].update(_token(limits))
+        for branch in _branches(fields.get("logit_bias", {}), OBJECTS):
             branch["additionalProperties"].update({"minimum": -MAX_BIAS, "maximum": MAX_BIAS})
             branch["maxProperties"] = limits.max_logit_bias
             branch["propertyNames"] = {"pattern": "^[0-9]{1,20}$"}
-    for branch in _branches(schemas["ChatRequest"]["properties"]["max_tokens"], NUMBERS):
-        branch["minimum"] = 1  # 0 is for completions that only echo
-    ids = {"type": "array", "minItems": 1, "items": {"type": "integer", **token}}
-    texts = {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}}
-    shapes = [{"type": "string", "minLength": 1}, texts, ids, {"type": "array", "minItems": 1, "items": ids}]
-    schemas["CompletionRequest"]["properties"]["prompt"]["anyOf"] = shapes
-    schemas["EmbeddingRequest"]["properties"]["input"]["anyOf"] = shapes
-    schemas["DetokenizeRequest"]["properties"]["tokens"]["items"].update(token)
-    explain = schemas["ExplainRequest"]["properties"]
-    explain["prompt"] = {"anyOf": [shapes[0], ids]}
-    explain["cache_salt"]["maxLength"] = MAX_SALT
+        for branch in _branches(fields["metadata"], OBJECTS):
+            branch["maxProperties"] = MOST_METADATA
+
+
+def _token(limits: Limits) -> dict[str, Any]:
+    return {"minimum": 0, "maximum": limits.vocab_size - 1}
 
 
 def _numbers(limits: Limits) -> dict[str, dict[str, Any]]:

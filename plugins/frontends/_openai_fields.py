@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any, Self
 
-import msgspec
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from engine.core.errors import InvalidRequest, suggest
+from engine.plugins.frontends._bounds import Most, check_parts
+from engine.plugins.frontends._piecemeal import MISSING, UNKNOWN, UnknownField, fields_of, value_of
 
 MOST_TEXT = 1024  # characters of what policies are handed: a user's or a conversation's name
 LONGEST_NAME = 80  # characters of a name that a client made up, when it is told back
-INVALID, UNKNOWN, UNSUPPORTED, MISSING = "invalid_value", "unknown_field", "unsupported", "missing"
+DEPTH_SHOWN = 3  # of lists and objects in lists and objects
+INVALID, UNSUPPORTED = "invalid_value", "unsupported"
+FEW = Most(elements=1024)
+"""Of a field that is no list: of a choice, an option, a switch."""
+ANY = Most()
+WRITTEN = frozenset({"tools", "response_format", "structured_outputs", "text"})
+"""Fields with JSON schemas: numbers in them stay as they are written."""
+NO_BOUNDS: Mapping[str, Most] = {}
 
 
 def _one_of(*values: Any) -> Callable[[Any], bool]:
@@ -63,35 +72,35 @@ class Body(Strict):
     """A whole request body."""
 
     @classmethod
-    def parse(cls, body: bytes) -> Self:
-        """A request from its JSON text. Raises ``InvalidRequest`` naming the field, also where it is not supported."""
+    def parse(cls, body: bytes, most: Mapping[str, Most] = NO_BOUNDS) -> Self:
+        """A request from its JSON text.
+
+        Args:
+            most: how much each field may hold.
+
+        Raises:
+            InvalidRequest: names the field, also where it is not supported, or holds more than it may.
+        """
         try:
-            return cls.model_validate(_supported(cls, _read_json(body)))
+            return cls.model_validate(_supported(cls, body, most))
         except ValidationError as error:
             raise _explain(error) from error
 
 
-def _read_json(body: bytes) -> dict[str, Any]:
-    if not body.strip():
-        raise InvalidRequest("body", "is empty: send a JSON object", code=MISSING)
+def _supported(cls: type[Body], body: bytes, most: Mapping[str, Most]) -> dict[str, Any]:
+    """The fields to act on. Raises ``InvalidRequest`` for what could only be ignored, and for what is too much."""
+    names = {*cls.model_fields, *HARMLESS}
     try:
-        data = msgspec.json.decode(body)  # strict: no NaN, no trailing text
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest("body", f"is not valid JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise InvalidRequest("body", f"must be a JSON object, not {type(data).__name__}")
-    return data
-
-
-def _supported(cls: type[Body], data: dict[str, Any]) -> dict[str, Any]:
-    """The fields to act on. Raises ``InvalidRequest`` for the first that could only be ignored."""
+        given = fields_of(body, names)
+    except UnknownField as error:
+        name = cut(error.name)
+        raise InvalidRequest(name, f"unknown field; {suggest(name, names)}", code=UNKNOWN) from None
     kept: dict[str, Any] = {}
-    for name, value in data.items():
+    for name, text in given.items():
+        check_parts(text, most.get(name, FEW if most else ANY), name)
+        value = value_of(text, as_written=name in WRITTEN)
         if name in cls.model_fields:
             kept[name] = value
-        elif name not in HARMLESS:
-            known = suggest(cut(name), [*cls.model_fields, *HARMLESS])
-            raise InvalidRequest(cut(name), f"unknown field; {known}", code=UNKNOWN)
         elif value is not None and not HARMLESS[name][0](value):
             words = f"is not supported: the only accepted value is {HARMLESS[name][1]}"
             raise InvalidRequest(name, words, code=UNSUPPORTED)
@@ -108,8 +117,23 @@ def _explain(error: ValidationError) -> InvalidRequest:
         return InvalidRequest(where, "is required", code=MISSING)
     if fault["type"] == "extra_forbidden":
         return InvalidRequest(where, "unknown field", code=UNKNOWN)
-    shown = cut(repr(fault["input"]))
-    return InvalidRequest(where, f"{fault['msg'][0].lower()}{fault['msg'][1:]}, got {shown}")
+    return InvalidRequest(where, f"{fault['msg'][0].lower()}{fault['msg'][1:]}, got {_shown(fault['input'])}")
+
+
+def _shown(value: Any) -> str:
+    """A value of the client's, short enough for a message, and never written at length to be cut."""
+    return cut(repr(_shortened(value, DEPTH_SHOWN)))
+
+
+def _shortened(value: Any, depth: int) -> Any:
+    if isinstance(value, str):
+        return value[:LONGEST_NAME]
+    if isinstance(value, list):
+        return [_shortened(one, depth - 1) for one in value[:LONGEST_NAME]] if depth else []
+    if isinstance(value, dict):
+        some = islice(value.items(), LONGEST_NAME) if depth else ()
+        return {name[:LONGEST_NAME]: _shortened(one, depth - 1) for name, one in some}
+    return value
 
 
 def _dotted(where: tuple[int | str, ...]) -> str:

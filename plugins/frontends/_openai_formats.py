@@ -9,7 +9,8 @@ from pydantic import Field
 from engine.core.errors import InvalidRequest
 from engine.core.grammar import Grammar
 from engine.plugins.frontends._bounds import Off
-from engine.plugins.frontends._openai_fields import MISSING, UNSUPPORTED, Strict
+from engine.plugins.frontends._openai_fields import UNSUPPORTED, Strict
+from engine.plugins.frontends._piecemeal import MISSING
 
 FORMAT, OUTPUTS = "response_format", "structured_outputs"
 

@@ -16,9 +16,12 @@ from engine.core.tools import rendered
 from engine.plugins.frontends._openai_answers import Wish
 from engine.plugins.frontends._openai_embeddings import EmbeddingRequest, told_of_input
 from engine.plugins.frontends._openai_logprobs import Echo
+from engine.plugins.frontends._openai_most import most_of, of_inputs
 from engine.plugins.frontends._openai_responses import ResponsesRequest, renamed
 from engine.plugins.frontends._openai_schema import ChatRequest, CompletionRequest, Sampling
 from engine.plugins.frontends._openai_tools import Toolset, check_beside
+
+MANY_SEQUENCES, MANY_TOKENS = 64, 2**16  # to submit them takes some milliseconds
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,12 @@ class Job:
         """Whether it may turn out to be invalid after it was accepted: grammars are compiled by the engine."""
         return self.wish.params.grammar is not None
 
+    @property
+    def much(self) -> bool:
+        """Whether to submit it takes a while."""
+        sequences = sum(ask.params.n for ask in self.asks)
+        return sequences > MANY_SEQUENCES or sum(ask.params.n * len(ask.tokens) for ask in self.asks) > MANY_TOKENS
+
     def of(self, tenant: str | None, note: str) -> Job:
         """The same, asked by a tenant, with a note: see ``Ask``."""
         if tenant is None and not note:
@@ -49,18 +58,22 @@ class Preparer:
         name: the served model's name, for messages.
         check_model: raises where a client asks for another model.
         parser: how the model writes calls of tools.
+
+    Attributes:
+        most: how much each field of a body may hold.
     """
 
     def __init__(self, engine: AsyncEngine, name: str, check_model: Callable[[str], None], parser: ToolParser) -> None:
         self._engine, self._name, self._check_model, self.parser = engine, name, check_model, parser
+        self.most = most_of(engine.limits)
 
     def prepare(self, body: bytes, schema: type[Sampling], request_id: str) -> Job:
         """Parse, tokenise and check a body. Raises ``InvalidRequest`` naming the field."""
-        return self._ready(schema.parse(body), request_id)
+        return self._ready(schema.parse(body, self.most), request_id)
 
     def prepare_response(self, body: bytes, request_id: str) -> tuple[ResponsesRequest, Job]:
         """The same of a body of ``/v1/responses``. Raises ``InvalidRequest`` at the field that it has there."""
-        asked = ResponsesRequest.parse(body)
+        asked = ResponsesRequest.parse(body, self.most)
         try:
             return asked, self._ready(asked.chat(), request_id)
         except InvalidRequest as error:
@@ -68,7 +81,7 @@ class Preparer:
 
     def prepare_embeddings(self, body: bytes, request_id: str) -> tuple[EmbeddingRequest, Job]:
         """The same of a body of ``/v1/embeddings``. Raises ``InvalidRequest`` naming the field."""
-        wish = EmbeddingRequest.parse(body)
+        wish = EmbeddingRequest.parse(body, of_inputs(self.most))
         if wish.model is not None:
             self._check_model(wish.model)
         inputs, most = wish.inputs(), self._engine.limits.max_open

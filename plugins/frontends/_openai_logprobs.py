@@ -33,6 +33,7 @@ class Names:
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}
 
     def bytes_of(self, token: int) -> bytes:
         """The bytes that the token adds to the text; none without a tokenizer."""
@@ -40,11 +41,17 @@ class Names:
 
     def name(self, token: int) -> str:
         """The token as text."""
-        data = self.bytes_of(token)
-        try:
-            return data.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+        name = self._known.get(token)
+        if name is None:
+            name = self._known[token] = _name(self.bytes_of(token))
+        return name
+
+
+def _name(data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 class Offsets:

@@ -11,8 +11,8 @@ from pydantic import Field
 from engine.core.errors import InvalidRequest
 from engine.core.grammar import Grammar
 from engine.core.tools import Tool
-from engine.plugins.frontends._bounds import InSlices, Off
-from engine.plugins.frontends._openai_fields import MOST_TEXT, Body, Strict
+from engine.plugins.frontends._bounds import InParts, InSlices, Most, Off
+from engine.plugins.frontends._openai_fields import MOST_TEXT, NO_BOUNDS, Body, Strict
 from engine.plugins.frontends._openai_schema import CacheOptions, ChatRequest
 from engine.plugins.frontends._openai_tools import NAME, Toolset, toolset_of
 
@@ -123,7 +123,7 @@ class ResponsesRequest(Body):
     parallel_tool_calls: bool | None = None
     include: list[Literal["message.output_text.logprobs"]] | None = None
     top_logprobs: int | None = Field(None, ge=0)
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], InParts] | None = None
     user: str | None = Field(None, max_length=MOST_TEXT)
     prompt_cache_key: str | None = Field(None, max_length=MOST_TEXT)
     store: Off | None = Field(None, description="nothing is stored")
@@ -137,9 +137,9 @@ class ResponsesRequest(Body):
     cache: CacheOptions | None = Field(None, description="not OpenAI's: as in chat")
 
     @classmethod
-    def parse(cls, body: bytes) -> Self:
+    def parse(cls, body: bytes, most: Mapping[str, Most] = NO_BOUNDS) -> Self:
         """A request from its JSON text. Raises ``InvalidRequest`` naming the field."""
-        request = super().parse(body)
+        request = super().parse(body, most)
         if request.stream_options is not None and not request.stream:
             raise InvalidRequest("stream_options", "is only allowed when stream is true")
         if request.input == []:

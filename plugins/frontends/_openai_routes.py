@@ -24,10 +24,11 @@ from engine.plugins.frontends._life import Life
 from engine.plugins.frontends._metrics import Metrics
 from engine.plugins.frontends._openai_answers import Answers, ChatAnswers
 from engine.plugins.frontends._openai_docs import describe
-from engine.plugins.frontends._openai_embeddings import answer, told_of_input
+from engine.plugins.frontends._openai_embeddings import EmbeddingRequest, answer, told_of_input
 from engine.plugins.frontends._openai_fields import cut
 from engine.plugins.frontends._openai_jobs import Job, Preparer
 from engine.plugins.frontends._openai_response_events import ResponseEvents
+from engine.plugins.frontends._openai_responses import ResponsesRequest
 from engine.plugins.frontends._openai_schema import ChatRequest, CompletionRequest, Sampling
 from engine.plugins.frontends._openai_tokens import (
     DetokenizeRequest,
@@ -39,6 +40,7 @@ from engine.plugins.frontends._openai_tokens import (
 from engine.plugins.frontends._server_routes import ServerRoutes
 from engine.plugins.frontends._watched import Watched, log_prompts
 from engine.plugins.frontends._wire import EventStream, json_response, until_gone
+from engine.plugins.frontends._written import InPieces
 
 Pieces = AsyncGenerator[tuple[int, Chunk], None]
 """Which choice, and what is new of it."""
@@ -127,8 +129,12 @@ class Routes(Endpoints):
 
     async def responses(self, request: Request) -> Response:
         """Answer a conversation, as items. Nothing is stored."""
-        asked, job = await self.read(request, lambda body: self._preparer.prepare_response(body, id_of(request)))
-        job = self._whose(request, job)
+
+        def work(body: bytes) -> tuple[ResponsesRequest, Job]:
+            asked, job = self._preparer.prepare_response(body, id_of(request))
+            return asked, self._whose(request, job)
+
+        asked, job = await self.read(request, work)
         events = ResponseEvents(self.name, asked, job.wish, self.engine.tokenizer)
         return await self._answer(
             request,
@@ -139,10 +145,14 @@ class Routes(Endpoints):
 
     async def embeddings(self, request: Request) -> Response:
         """Texts or token ids as vectors."""
-        asked, job = await self.read(request, lambda body: self._preparer.prepare_embeddings(body, id_of(request)))
-        job = self._whose(request, job)
+
+        def work(body: bytes) -> tuple[EmbeddingRequest, Job]:
+            asked, job = self._preparer.prepare_embeddings(body, id_of(request))
+            return asked, self._whose(request, job)
+
+        asked, job = await self.read(request, work)
         with told_of_input():
-            group = self.engine.submit_many(job.asks, checked=True)
+            group = await self._submitted(job)
             count = len(group.streams)
             try:
                 ends = await until_gone(request.receive, self._collect(count, self._follow(group)))
@@ -163,7 +173,7 @@ class Routes(Endpoints):
         """Token ids of a text or a conversation."""
 
         def work(body: bytes) -> Response:
-            wish = TokenizeRequest.parse(body)
+            wish = TokenizeRequest.parse(body, self._preparer.most)
             self._check_model(wish.model or self.name)
             return json_response(tokenize(self.engine, wish, self._preparer.parser))
 
@@ -173,7 +183,7 @@ class Routes(Endpoints):
         """The text of token ids."""
 
         def work(body: bytes) -> Response:
-            wish = DetokenizeRequest.parse(body)
+            wish = DetokenizeRequest.parse(body, self._preparer.most)
             self._check_model(wish.model or self.name)
             return json_response(detokenize(self.engine, wish))
 
@@ -212,7 +222,7 @@ class Routes(Endpoints):
             whole: the answer that is no stream, of all choices.
         """
         headers = {"x-request-id": id_of(request)}
-        group = self.engine.submit_many(job.asks, checked=True)
+        group = await self._submitted(job)
         count, pieces = len(group.streams), self._follow(group)
         if job.stream:
             if job.settles_late:
@@ -222,7 +232,14 @@ class Routes(Endpoints):
             completions = await until_gone(request.receive, self._collect(count, pieces))
         finally:
             group.abort()
-        return await self.aside.build(completions, lambda: json_response(whole(completions), headers=headers))
+
+        def build() -> Response:
+            response = InPieces(whole(completions), headers)
+            while completions:  # one after the other, and here: all at once, where this ends, would take long
+                completions.pop()
+            return response
+
+        return await self.aside.build(completions, build)
 
     async def _begun(self, request: Request, group: Group, pieces: Pieces) -> Pieces:
         """Wait for the first piece: what was refused before that is no stream but an answer of its own."""
@@ -248,8 +265,16 @@ class Routes(Endpoints):
         return await self.read(request, work)
 
     async def _prepared(self, request: Request, schema: type[Sampling]) -> Job:
-        job = await self.read(request, lambda body: self._preparer.prepare(body, schema, id_of(request)))
-        return self._whose(request, job)
+        def work(body: bytes) -> Job:
+            return self._whose(request, self._preparer.prepare(body, schema, id_of(request)))
+
+        return await self.read(request, work)
+
+    async def _submitted(self, job: Job) -> Group:
+        """A job's requests, accepted; what there is to make of many is made in a thread. Raises as ``submit_many``."""
+        if job.much:
+            return await self.engine.submit_aside(job.asks, self.aside.run)
+        return self.engine.submit_many(job.asks, checked=True)
 
     def _whose(self, request: Request, job: Job) -> Job:
         """The job with who asks for it; its prompts are logged, if that was asked for."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
@@ -12,8 +13,8 @@ from engine.core.errors import InvalidRequest
 from engine.core.grammar import Grammar
 from engine.core.sampling import SamplingParams
 from engine.core.validate import MAX_SECONDS
-from engine.plugins.frontends._bounds import InParts, InSlices, Off
-from engine.plugins.frontends._openai_fields import MOST_TEXT, UNSUPPORTED, Body, Strict
+from engine.plugins.frontends._bounds import InParts, InSlices, Most, Off
+from engine.plugins.frontends._openai_fields import MOST_TEXT, NO_BOUNDS, UNSUPPORTED, Body, Strict
 from engine.plugins.frontends._openai_formats import ResponseFormat, StructuredOutputs, grammar_of
 from engine.plugins.frontends._openai_tools import Choice, MadeCall, NamedTool, ToolDefinition, Toolset, toolset_of
 
@@ -175,9 +176,9 @@ class Sampling(Asked):
         return self.max_tokens
 
     @classmethod
-    def parse(cls, body: bytes) -> Self:
+    def parse(cls, body: bytes, most: Mapping[str, Most] = NO_BOUNDS) -> Self:
         """A request from its JSON text. Raises ``InvalidRequest`` naming the field, also where it is not supported."""
-        request = super().parse(body)
+        request = super().parse(body, most)
         if request.stream_options is not None and not request.stream:
             raise InvalidRequest("stream_options", "is only allowed when stream is true")
         if request.stream and request.prompt_logprobs is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Self
 
 from pydantic import Field
 
@@ -12,7 +13,8 @@ from engine.core.serve.client import AsyncEngine
 from engine.core.serve.text import encode
 from engine.core.tools import rendered as render
 from engine.core.validate import check_token_ids
-from engine.plugins.frontends._openai_fields import Body
+from engine.plugins.frontends._bounds import InSlices, Most
+from engine.plugins.frontends._openai_fields import NO_BOUNDS, Body
 from engine.plugins.frontends._openai_jobs import Job
 from engine.plugins.frontends._openai_schema import Message
 
@@ -22,15 +24,15 @@ class TokenizeRequest(Body):
 
     model: str | None = Field(None, description="must be the served model; may be left out")
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
+    messages: Annotated[list[Message], InSlices] | None = Field(None, min_length=1)
     add_special_tokens: bool | None = Field(None, description="as the model wants them before a prompt (default true)")
     add_generation_prompt: bool | None = Field(None, description="open the assistant's turn (default true)")
     return_token_strs: bool | None = None
 
     @classmethod
-    def parse(cls, body: bytes) -> Self:
+    def parse(cls, body: bytes, most: Mapping[str, Most] = NO_BOUNDS) -> Self:
         """As ``Body.parse``; exactly one of the two must be there."""
-        request = super().parse(body)
+        request = super().parse(body, most)
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequest("prompt", "give either prompt or messages")
         return request
@@ -40,7 +42,7 @@ class DetokenizeRequest(Body):
     """``POST /detokenize``."""
 
     model: str | None = Field(None, description="must be the served model; may be left out")
-    tokens: list[int]
+    tokens: Annotated[list[int], InSlices]
 
 
 def tokenize(engine: AsyncEngine, wish: TokenizeRequest, parser: ToolParser) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from engine.core.keys import Keys
 from engine.core.protocols import Frontend, PluginOptions, ToolParser
 from engine.core.registry import make
 from engine.core.serve.client import AsyncEngine
+from engine.core.serve.garbage import Sweep
 from engine.plugins.frontends._aside import quick
 from engine.plugins.frontends._bounds import MOST_PARTS
 from engine.plugins.frontends._dashboard import PATH
@@ -131,7 +132,7 @@ class OpenAIFrontend(Frontend):
                 print(f"listening on {url_of(sock)} (described at {url_of(sock)}/openapi.json)", flush=True)
                 if options.dashboard:
                     print(f"dashboard  {url_of(sock)}{PATH}", flush=True)
-                return await watch(engine, server, task, routes.life, grace=grace, drain=drain)
+                return await watch(engine, server, task, routes, grace=grace, drain=drain)
 
     def _reload(self) -> None:
         """SIGHUP: read the keys again. What cannot be read changes nothing."""
@@ -160,22 +161,24 @@ def traced(engine: AsyncEngine) -> Iterator[None]:
 
 
 async def watch(
-    engine: AsyncEngine, server: Server, task: asyncio.Task[None], life: Life, *, grace: float, drain: float
+    engine: AsyncEngine, server: Server, task: asyncio.Task[None], routes: Routes, *, grace: float, drain: float
 ) -> int:
     """Wait for the end, which is also that of ``task``: told to stop, the server drains; a dead engine does not come
     back, so clients are told for a while, and then a supervisor must act. Returns the exit code."""
     loop = asyncio.get_running_loop()
     died_at: float | None = None
+    sweep = Sweep()
     while not (server.should_exit or task.done()):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(WATCH_SECONDS):
                 await server.told.wait()
+        sweep.look(busy=routes.aside.busy)
         if not engine.health().ok:
             died_at = died_at or loop.time()
             if server.told.is_set() or loop.time() - died_at >= grace:
                 server.should_exit = True
         elif server.told.is_set():
-            await drained(server, life, drain)
+            await drained(server, routes.life, drain)
     return 0 if engine.health().ok else EXIT_ENGINE_DEAD
 
 

@@ -22,6 +22,8 @@ from engine import (
 )
 from engine.core.errors import ConfigError, EngineError, ModelError, PluginError
 from engine.core.serve.asks import Ask
+from engine.core.serve.client import Made
+from engine.core.serve.streams import Group
 from engine.llm import LLM
 
 SIM = {"name": "sim", "step_ms": 1}
@@ -251,6 +253,39 @@ def test_submission_of_several_is_all_or_none() -> None:
             assert (await engine.stats())["accepted"] == engine.ledger.accepted == 4
             engine.submit_many(asks).abort()
             assert engine.health().open_requests == 0
+            await idle(engine)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_many_are_made_elsewhere_and_submitted_as_ever(in_process: bool) -> None:
+    """The message is made in a thread; whether there is room is asked again when it is there."""
+
+    async def main() -> None:
+        async with await AsyncEngine.start(config(max_running=2, max_waiting=2), in_process=in_process) as engine:
+            asks = [Ask(tokens=[token], params=params(50)) for token in range(3)]
+            others: list[Group] = []
+
+            async def run(work: Callable[[], Made]) -> Made:
+                assert engine.health().open_requests == 0
+                made = await asyncio.to_thread(work)
+                if crowd:
+                    others.append(engine.submit_many(asks[:crowd]))
+                return made
+
+            crowd = 0
+            group = await engine.submit_aside(asks, run)
+            ends = [chunk.finish_reason async for _, chunk in group if chunk.finish_reason]
+            assert ends == ["length"] * 3
+            crowd = 2
+            with pytest.raises(QueueFull):
+                await engine.submit_aside(asks, run)
+            assert engine.health().open_requests == 2
+            with pytest.raises(InvalidRequest, match="at most 4"):
+                await engine.submit_aside([*asks, *asks], run)
+            others[0].abort()
+            assert engine.ledger.accepted == 5
             await idle(engine)
 
     asyncio.run(main())

@@ -18,9 +18,12 @@ from engine import AsyncEngine, EngineConfig, InvalidRequest, QueueFull, Samplin
 from engine.core.outputs import Chunk
 from engine.core.sampling import TokenLogprobs
 from engine.core.serve.asks import Ask
+from engine.core.serve.link import Link
+from engine.core.serve.messages import Submit
 from engine.plugins.frontends._aside import AT_ONCE as THREADS
 from engine.plugins.frontends._aside import MUCH, Aside
-from engine.plugins.frontends._bounds import AT_ONCE, STRINGS_A_PART, check_parts
+from engine.plugins.frontends._bounds import AT_ONCE, STRINGS_A_PART, Most, check_parts
+from engine.plugins.frontends._endpoints import LARGE_BODY, is_large
 from engine.plugins.frontends._openai_schema import CompletionRequest
 from engine.plugins.frontends.openai import OpenAIFrontend, OpenAIOptions
 
@@ -53,22 +56,43 @@ def counted(value: Any) -> tuple[int, int, int]:
 @given(JSON, st.integers(0, 6), st.none() | st.integers(0, 8))
 def test_what_is_counted_is_what_is_there(value: Any, most: int, elements: int | None) -> None:
     parts, strings, separators = counted(value)
-    over = parts > most or strings > most * STRINGS_A_PART or (elements is not None and separators > elements)
+    separated = separators + 1 if separators else 0
+    over = parts > most or strings > most * STRINGS_A_PART or (elements is not None and separated > elements)
     body = json.dumps(value, ensure_ascii=False).encode()
     if over:
         with pytest.raises(InvalidRequest, match="at most") as caught:
-            check_parts(body, most, elements)
-        assert (caught.value.field, caught.value.code) == ("body", "above_limit")
+            check_parts(body, Most.body(most, elements), "here")
+        assert (caught.value.field, caught.value.code) == ("here", "above_limit")
     else:
-        check_parts(body, most, elements)
+        check_parts(body, Most.body(most, elements))
+
+
+@given(JSON, st.integers(0, 12))
+def test_bytes_of_text_are_counted_as_they_are_written(value: Any, most: int) -> None:
+    written = sum(len(json.dumps(one, ensure_ascii=False).encode()) for one in texts(value))
+    body = json.dumps(value, ensure_ascii=False).encode()
+    if written > most:
+        with pytest.raises(InvalidRequest, match=f"has {written} bytes of text, at most {most} are allowed \\(so\\)"):
+            check_parts(body, Most(text=most, option="so"))
+    else:
+        check_parts(body, Most(text=most))
+
+
+def texts(value: Any) -> Iterator[str]:
+    """All strings in it, names of fields too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for one in [*value, *value.values()] if isinstance(value, dict) else value:
+            yield from texts(one)
 
 
 @given(st.binary(max_size=40), st.integers(0, 3))
 def test_what_is_no_json_is_counted_too(body: bytes, most: int) -> None:
     """No fault but one, and that only where there are as many marks."""
     marks = sum(map(body.count, (b"[", b"{", b'"', b",")))
-    with contextlib.suppress(InvalidRequest) if marks > most else contextlib.nullcontext():
-        check_parts(body, most, most)
+    with contextlib.suppress(InvalidRequest) if marks >= most else contextlib.nullcontext():
+        check_parts(body, Most.body(most, most))
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +123,7 @@ def refused(app: Any, path: str, body: dict[str, Any], param: str, code: str = "
     ("path", "body"),
     [
         ("/v1/completions", {**GOOD, "prompt": [[1]] * MANY}),
-        ("/v1/completions", {**GOOD, "prompt": ["x"] * 10 * MANY}),
+        ("/v1/completions", {**GOOD, "stop": ["x"] * 10 * MANY}),
         ("/v1/completions", {**GOOD, "prompt": [1] * (2**20 + MANY)}),
         ("/v1/completions", {**GOOD, "metadata": {str(n): "" for n in range(10 * MANY)}}),
         ("/v1/completions", {**GOOD, "logit_bias": {str(n): 1 for n in range(10 * MANY)}}),
@@ -262,7 +286,7 @@ def test_few_threads_work_at_once_also_for_those_who_have_left() -> None:
         others = await asyncio.gather(*tasks[1:])
         assert threading.get_ident() not in others
         with pytest.raises(InvalidRequest):
-            await aside.run(lambda: check_parts(b"[[]]", 1))
+            await aside.run(lambda: check_parts(b"[[]]", Most(1)))
 
     asyncio.run(main())
 
@@ -301,6 +325,46 @@ def test_large_bodies_are_read_and_answered_elsewhere(
     assert post(app, path, body).status_code == 200
     assert seen
     assert here not in seen
+
+
+@pytest.mark.parametrize(
+    ("body", "large"),
+    [
+        ({"prompt": [[1]] * 63}, False),
+        ({"prompt": [[1]] * 64}, True),
+        ({"prompt": ["x"] * 127}, False),
+        ({"prompt": ["x"] * 128}, True),
+        ({"prompt": [1] * 4000}, False),
+        ({"prompt": "x" * LARGE_BODY}, True),
+    ],
+)
+def test_small_bodies_with_many_prompts_are_large(body: dict[str, Any], large: bool) -> None:
+    assert is_large(json.dumps(body).encode()) == large
+
+
+@pytest.mark.parametrize(
+    ("asked", "elsewhere"),
+    [({"n": 64}, False), ({"n": 65}, True), ({"prompt": [[1] * 700] * 90}, True), ({"prompt": ["x"] * 65}, True)],
+)
+def test_many_requests_of_one_body_are_made_elsewhere(
+    app: Any, asked: dict[str, Any], elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import threading
+
+    here, seen = threading.get_ident(), set()
+    real = Link.pack
+
+    def pack(link: Link, command: Any) -> Any:
+        if isinstance(command, Submit):
+            seen.add(threading.get_ident())
+        return real(link, command)
+
+    monkeypatch.setattr(Link, "pack", pack)
+    answer = post(app, "/v1/completions", {**GOOD, **asked})
+    assert answer.status_code == 200
+    assert len(answer.json()["choices"]) == asked.get("n", len(asked.get("prompt", [])))
+    assert len(seen) == 1
+    assert (here not in seen) == elsewhere
 
 
 def test_health_is_answered_while_bodies_are_refused_and_answers_are_large(server: Any) -> None:
