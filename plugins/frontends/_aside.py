@@ -20,6 +20,7 @@ from engine.core.serve.garbage import frozen, seldom
 AT_ONCE = 2  # threads: one more would make the event loop wait longer, and none of them end sooner
 MUCH = 500  # log-probabilities: some milliseconds
 TEXT = 16  # characters of text cost as much as one of them, where it is read for calls of tools
+EACH = 4  # log-probabilities cost as much as a choice that has none
 SWITCH_SECONDS = 0.001
 
 T = TypeVar("T")
@@ -67,7 +68,7 @@ class Aside:
 
 def weight(part: Chunk | Completion) -> int:
     """How much there is to put into words."""
-    return _count(part.logprobs) + _count(part.prompt_logprobs) + len(part.text) // TEXT
+    return EACH + _count(part.logprobs) + _count(part.prompt_logprobs) + len(part.text) // TEXT
 
 
 def _count(found: Sequence[TokenLogprobs] | None) -> int:

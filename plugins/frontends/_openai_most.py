@@ -13,7 +13,7 @@ MOST_METADATA = MAX_METADATA // 2  # fields: each counts itself and a name, of o
 ESCAPED = 12  # bytes of a character at most: two \uXXXX
 GRAMMARS = 8  # times the longest grammar, each byte of which may be written as \uXXXX; and what stands around it
 AROUND = 64  # elements around a schema
-FACTOR = 2  # up to so many times the limit, whoever knows what it is about says better what is wrong
+FACTOR = 4  # up to so many times the limit, whoever knows what it is about says better what is wrong
 
 
 def most_of(limits: Limits) -> Mapping[str, Most]:

@@ -235,8 +235,9 @@ class Routes(Endpoints):
 
         def build() -> Response:
             response = InPieces(whole(completions), headers)
-            while completions:  # one after the other, and here: all at once, where this ends, would take long
-                completions.pop()
+            for gone in (completions, job.asks):
+                while gone:  # one after the other, and here: all at once, where this ends, would take long
+                    gone.pop()
             return response
 
         return await self.aside.build(completions, build)

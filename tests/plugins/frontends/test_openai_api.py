@@ -202,7 +202,7 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     ("/v1/completions", {"prompt": [[1], [1] * 9000]}, "prompt", "(prompt 1 of 2) has 9000 tokens"),
     ("/v1/completions", {"prompt": [[1], []]}, "prompt", "(prompt 1 of 2)"),
     ("/v1/completions", {"prompt": [[1]] * 3000}, "prompt", "at most 2112"),
-    ("/v1/completions", {"prompt": ["x"] * 100_000}, "prompt", "100000 prompts x n 1: at most 2112"),
+    ("/v1/completions", {"prompt": ["x"] * 100_000}, "prompt", "has 100000 strings, at most 8448"),
     ("/v1/completions", {"n": 128, "prompt": [[1]] * 17}, "prompt", "at most 2112"),
     ("/v1/completions", {"n": 0}, "n", "between 1 and 128"),
     ("/v1/completions", {"n": 10**6}, "n", "between 1 and 128"),

@@ -21,7 +21,7 @@ from engine.core.serve.asks import Ask
 from engine.core.serve.link import Link
 from engine.core.serve.messages import Submit
 from engine.plugins.frontends._aside import AT_ONCE as THREADS
-from engine.plugins.frontends._aside import MUCH, Aside
+from engine.plugins.frontends._aside import EACH, MUCH, Aside
 from engine.plugins.frontends._bounds import AT_ONCE, STRINGS_A_PART, Most, check_parts
 from engine.plugins.frontends._endpoints import LARGE_BODY, is_large
 from engine.plugins.frontends._openai_schema import CompletionRequest
@@ -258,8 +258,10 @@ def test_large_answers_are_put_into_words_elsewhere() -> None:
         async def where(count: int) -> int:
             return await aside.build([Chunk("x", (1,), logprobs=(one,) * count)], threading.get_ident)
 
-        assert await where(0) == await where(MUCH // 4) == here
-        assert await where(MUCH // 4 + 1) != here
+        assert await where(0) == await where(MUCH // 4 - 1) == here
+        assert await where(MUCH // 4) != here
+        assert await aside.build([Chunk("x", (1,))] * (MUCH // EACH), threading.get_ident) == here
+        assert await aside.build([Chunk("x", (1,))] * (MUCH // EACH + 1), threading.get_ident) != here
 
     asyncio.run(main())
 

@@ -103,7 +103,7 @@ def test_texts_of_embeddings_as_many_as_can_be_open_and_one_more(app: Any) -> No
     assert post(app, "/v1/embeddings", {"input": ["x"] * 9}).status_code == 200
     assert "has 10 texts: at most 9" in refused(app, "/v1/embeddings", {"input": ["x"] * 10}, "input")
     assert "has 18 texts: at most 9" in refused(app, "/v1/embeddings", {"input": ["x"] * 18}, "input")
-    for many, words in ((["x"] * 19, "19 strings, at most 18"), ([[1]] * 18, "19 lists and objects, at most 18")):
+    for many, words in ((["x"] * 37, "37 strings, at most 36"), ([[1]] * 36, "37 lists and objects, at most 36")):
         assert words in refused(app, "/v1/embeddings", {"input": many}, "input")
         assert words in refused(app, RENDER, {"prompt": many}, "prompt")
     turns = [{"type": "message", **TURN}] * 40  # where it is a conversation it may hold more
