@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -316,8 +317,8 @@ class Routes(Endpoints):
             async for index, chunk in pieces:
                 while openings:
                     yield openings.pop(0)
-                if chunk.finish_reason is not None:
-                    ends[index] = chunk
+                if chunk.finish_reason is not None:  # what the last pieces bring is not kept until the last of all
+                    ends[index] = replace(chunk, text="", token_ids=(), logprobs=(), prompt_logprobs=None)
                 if chunk.text or chunk.logprobs or chunk.finish_reason is not None:
                     event = await self.aside.build([chunk], partial(answers.piece, index, chunk))
                     if event is not None:
