@@ -31,9 +31,7 @@ class Aside:
 
     def __init__(self) -> None:
         self._free = asyncio.Semaphore(AT_ONCE)
-        self._building = asyncio.Semaphore(
-            1
-        )  # it never lets go of the lock: two of them would only wait for each other
+        self._building = asyncio.Lock()  # who builds never lets go of the interpreter's: two would wait for each other
         self._under_way = 0
 
     @property
