@@ -97,7 +97,10 @@ class EngineConfig(BaseModel):
     )
     page_size: int = Field(16, ge=1, le=1024, description="tokens a KV page")
     num_pages: int | None = Field(None, ge=1, description="KV pages in the pool (default: sized from kv_memory)")
-    kv_memory: Size = Field("1GiB", description="memory for the KV pool, e.g. 512MiB, when num_pages is not given")
+    kv_memory: Size = Field(
+        "1GiB",
+        description="memory for the KV pool, e.g. 512MiB, when num_pages is not given; no more than the machine has",
+    )
     max_model_len: int | None = Field(None, ge=2, description="most tokens of one request (default: the model's)")
     max_batch_tokens: int | None = Field(
         None, ge=1, description="most tokens computed in one step (default: 2048, or what the executor thinks best)"
