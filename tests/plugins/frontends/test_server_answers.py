@@ -6,7 +6,7 @@ import asyncio
 import gc
 import json
 import weakref
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import msgspec
@@ -15,8 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import AsyncEngine, EngineConfig, InvalidRequest
+from engine.core.outputs import Chunk
+from engine.core.sampling import TokenLogprobs
 from engine.plugins.frontends._aside import MUCH, Aside
 from engine.plugins.frontends._life import Life
+from engine.plugins.frontends._openai_routes import Routes
 from engine.plugins.frontends._watched import PIECE, Answered, Watched
 from engine.plugins.frontends._wire import to_json
 from engine.plugins.frontends._written import CHUNK, ITEMS, InPieces, chunks
@@ -134,3 +137,38 @@ def test_a_large_answer_is_whole(engine: AsyncEngine) -> None:
     assert int(answer.headers["content-length"]) == len(answer.content) > CHUNK > MUCH
     choices = json.loads(answer.content)["choices"]
     assert [len(one["logprobs"]["tokens"]) for one in choices] == [200] * 8
+
+
+class Counted:
+    """Answers that say nothing, and keep what they are told in the end."""
+
+    def __init__(self) -> None:
+        self.ends: list[Chunk] = []
+
+    def openings(self, count: int) -> list[Any]:
+        return []
+
+    def piece(self, index: int, chunk: Chunk) -> str:
+        return chunk.text
+
+    def last(self, ends: list[Chunk]) -> None:
+        self.ends = ends
+
+
+def test_of_choices_that_have_ended_a_stream_keeps_their_counts_alone() -> None:
+    """A last piece may bring all of a choice: those of a hundred choices, freed at once, would hold everybody up."""
+    found = tuple(TokenLogprobs(token, -1.0, 1, ()) for token in range(3))
+    end = Chunk("abc", (0, 1, 2), "length", None, 5, 9, 4, logprobs=found, prompt_logprobs=found)
+
+    async def pieces() -> AsyncIterator[tuple[int, Chunk]]:
+        for index in (1, 0):
+            yield index, end
+
+    async def main() -> list[Any]:
+        routes, answers = Routes.__new__(Routes), Counted()
+        routes.aside = Aside()
+        told = [event async for event in routes._events(2, pieces(), answers)]  # type: ignore[arg-type]
+        assert answers.ends == [Chunk("", (), "length", None, 5, 9, 4)] * 2
+        return told
+
+    assert asyncio.run(main()) == ["abc", "abc", "[DONE]"]
