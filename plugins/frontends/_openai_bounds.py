@@ -58,6 +58,10 @@ def _say_fields(bodies: Iterable[dict[str, Any]], limits: Limits) -> None:
                 branch["maxItems"] = most
         for branch in _branches(fields.get("stop_token_ids", {}), ARRAYS):
             branch["items"].update(_token(limits))
+        for branch in _branches(fields.get("stop", {}), ARRAYS):
+            branch["items"]["minLength"] = 1
+        for branch in _branches(fields.get("stop", {}), ("string",)):
+            branch["minLength"] = 1
         for branch in _branches(fields.get("logit_bias", {}), OBJECTS):
             branch["additionalProperties"].update({"minimum": -MAX_BIAS, "maximum": MAX_BIAS})
             branch["maxProperties"] = limits.max_logit_bias

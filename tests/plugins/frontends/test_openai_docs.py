@@ -122,6 +122,11 @@ def test_bounds_are_those_in_force(engine: AsyncEngine) -> None:
                 tried += 1
     assert tried > 20
     assert fields["logprobs"]["anyOf"][0]["maximum"] == 7
+    text, texts, _ = fields["stop"]["anyOf"]
+    assert text["minLength"] == texts["items"]["minLength"] == 1
+    for stop in ("", ["a", ""]):
+        refused = ask(app, "POST", "/v1/completions/render", json={"prompt": [1], "stop": stop})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "stop")
 
 
 @pytest.mark.slow
