@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from app_kit import post, refused
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -100,23 +101,6 @@ def app() -> Iterator[Any]:
     engine = AsyncEngine.launch(EngineConfig.model_validate({"executor": "sim"}), in_process=True)
     yield OpenAIFrontend().app(engine)
     engine.shutdown()
-
-
-def post(app: Any, path: str, body: dict[str, Any]) -> httpx.Response:
-    async def ask() -> httpx.Response:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as http:
-            return await http.post(path, json=body)
-
-    return asyncio.run(ask())
-
-
-def refused(app: Any, path: str, body: dict[str, Any], param: str, code: str = "above_limit") -> str:
-    answer = post(app, path, body)
-    assert answer.status_code == 400, answer.text[:500]
-    error = answer.json()["error"]
-    assert (error["param"], error["code"]) == (param, code), error
-    assert len(answer.content) < 1000
-    return str(error["message"])
 
 
 @pytest.mark.parametrize(
